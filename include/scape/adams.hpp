@@ -1,0 +1,354 @@
+#pragma once
+
+#include <scape/adams_options.hpp>
+#include <scape/arithmetic.hpp>
+#include <scape/clock_rule.hpp>
+#include <scape/communicator.hpp>
+#include <scape/delayed_mask_scheduler.hpp>
+#include <scape/error.hpp>
+#include <scape/layout.hpp>
+#include <scape/mask_plan.hpp>
+#include <scape/memory.hpp>
+#include <scape/plan_tables.hpp>
+#include <scape/residual_store.hpp>
+#include <scape/scape_rule.hpp>
+#include <scape/sparse_buffer_reducer.hpp>
+#include <scape/step_report.hpp>
+#include <scape/step_scalars.hpp>
+#include <scape/stream.hpp>
+#include <scape/topk_masker.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <ranges>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace scape::inline v0 {
+
+/// The AdamS optimizer with sparse communication: goes where a trainer had all_reduce(gradients) and a step of AdamW.
+///
+/// Owns the state, for rule `scape` 4 bytes a parameter and two bitmaps, for `clock` 6 bytes more, and one workspace;
+/// state_bytes() and workspace_bytes() tell. Every buffer is made in the constructor: a step enqueues its work and
+/// returns, without allocation or synchronisation. Gradients and parameters must stay until `compute` has passed the
+/// step; collectives run on `side`, the mask of the next step beside the next forward and backward. Parameters, first
+/// moment and masks are bit-identical on all ranks after every step; with density 1 it is dense AdamS to the bit.
+/// Steps must be made on the same compute stream, or on streams that the caller orders. Layout, communicator and memory
+/// are used as they are; communicator and memory must outlive the optimizer.
+///
+/// Throws std::invalid_argument for wrong arguments, before anything has changed; scape::Error where ranks disagree on
+/// layout, options or rule (in the constructor, on every rank, naming the odd one). After a step that failed halfway
+/// all further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; ALGORITHM in docs/.
+template <Stream S, Communicator<S> C, MemoryResource M, class R = ScapeRule>
+class AdamS {
+ public:
+  template <ShardedLayout L>
+  AdamS(const L& layout, C& communicator, M& memory, const S& compute, const S& side, const AdamSOptions& options = {},
+        const R& rule = {})
+      : communicator_(communicator),
+        compute_(compute),
+        side_(side),
+        options_((options.check(), options)),
+        plan_(layout, options.exact_mask_parts),
+        tables_(plan_, memory, compute),
+        scalars_(1, memory),
+        masks_(plan_, tables_.view(), communicator.rank(), options.masks(), memory, compute),
+        masker_(plan_, communicator.rank()),
+        store_(plan_.size(), memory, compute),
+        reducer_(plan_.kept(options.masks().density.largest()), memory),
+        rule_(rule, options, plan_.size(), reducer_.capacity(), memory, compute),
+        sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
+        select_workspace_(options.density < 1 ? masker_.workspace_bytes(compute) : 0, memory),
+        partials_(norm_partials(std::max(plan_.size(), plan_.tiles().size() * tile_bits), compute), memory) {
+    expects(plan_.ranks() == communicator.size(), "layout.ranks()", plan_.ranks(),
+            "must be the communicator's size, " + std::to_string(communicator.size()));
+    transform(scalars(), Reset{}, compute);
+    compute.synchronize();
+    if (plan_.ranks() > 1) check_agreement(rule, memory);
+  }
+  AdamS(const AdamS&) = delete;
+
+  /// Waits for the work in flight. While an exception unwinds the stack the other ranks are told not to wait.
+  ~AdamS() {
+    if (std::uncaught_exceptions() > exceptions_)
+      if constexpr (requires { communicator_.abort(""); }) communicator_.abort("left while an exception was thrown");
+    for (const S* stream : {&side_, &compute_}) try {
+        stream->synchronize();
+      } catch (...) {  // the caller hears of it from the stream
+      }
+  }
+
+  /// Holds from the next step on.
+  void set_learning_rate(float learning_rate) {
+    expects(std::isfinite(learning_rate) && learning_rate >= 0, "learning_rate", learning_rate,
+            "must be finite and at least 0");
+    if (learning_rate == options_.learning_rate) return;
+    options_.learning_rate = learning_rate;
+    learning_rate_is_new_ = true;
+  }
+
+  /// One step: enqueues on `compute` and returns. The gradients are this rank's own, the parameters every rank's.
+  /// With a report: waits for the step and fills it.
+  void step(std::span<const float> gradients, std::span<float> parameters, const S& compute,
+            StepReport* report = nullptr) {
+    expects(gradients.size() == plan_.size(), "gradients.size()", gradients.size(),
+            "must be the layout's size, " + std::to_string(plan_.size()));
+    expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(),
+            "must be the layout's size, " + std::to_string(plan_.size()));
+    if (broken_) throw Error("an earlier step failed halfway: the optimizer's state is no longer valid");
+    broken_ = true;
+    compute_ = compute;
+    enqueue(gradients, parameters, compute, report);
+    broken_ = false;
+  }
+
+  /// Steps made.
+  std::size_t steps() const noexcept { return masks_.step(); }
+  const MaskPlan& plan() const noexcept { return plan_; }
+  const AdamSOptions& options() const noexcept { return options_; }
+
+  /// The mask of the last step. Like the next two, for work of the compute stream, until the next step.
+  MaskView mask() const noexcept { return masks_.current(); }
+  /// The ResidualStore's array; rule `scape`: the first moment on the mask, the residual off it.
+  std::span<const float> store() const noexcept { return store_.values(); }
+  /// What the rule keeps besides.
+  const auto& rule_state() const noexcept { return rule_; }
+
+  /// Bytes that are kept from step to step.
+  std::size_t state_bytes() const noexcept {
+    return store_.values().size_bytes() + masks_.state_bytes() + rule_.state_bytes() + tables_.bytes() +
+           scalars_.bytes();
+  }
+  /// Bytes of scratch. The payload's share follows the largest density, so a density warm-up costs 4 bytes a parameter
+  /// here, 8 with rule `scape`.
+  std::size_t workspace_bytes() const noexcept {
+    return masks_.workspace_bytes() + reducer_.capacity() * sizeof(float) + rule_.workspace_bytes() + sent_.bytes() +
+           select_workspace_.bytes() + partials_.bytes();
+  }
+
+ private:
+  // What a step is: the text to copy for another optimizer.
+  void enqueue(std::span<const float> gradients, std::span<float> parameters, const S& compute, StepReport* report) {
+    PhaseClock clock(report != nullptr, times_, compute);
+    const std::uint64_t bytes_before = communicator_.bytes_sent();
+    begin(gradients, compute);
+    if (masks_.draft_first())
+      rule_.score_before(gradients, store_.values(), masks_.current(), scalars(), select_and_publish(compute));
+    clock.lap(&StepReport::Seconds::select);
+    masks_.advance(compute);
+    clock.lap(&StepReport::Seconds::mask_wait);
+    const MaskView before = masks_.previous(), mask = masks_.current();
+    const std::span<float> payload = reducer_.payload(mask);
+    store_.accumulate(gradients, before, mask, payload, rule_.set_aside(), rule_.accumulation(), scalars(), compute);
+    clock.lap(&StepReport::Seconds::accumulate);
+    if (report != nullptr) begin_report(*report, before, mask, payload, compute);
+    const std::uint64_t bytes_of_payload = reduce(mask, compute);
+    if (!rule_.selects_after_update()) draft(gradients, mask, compute);
+    clock.lap(&StepReport::Seconds::select);
+    reducer_.wait(compute);
+    clock.lap(&StepReport::Seconds::payload_wait);
+    if (report != nullptr || clips_payload()) take_norm(Values{payload.data()}, payload.size(), compute);
+    if (clips_payload()) transform(scalars(), ClipPayload{options_.clip_norm}, compute);
+    update(mask, rule_.update(parameters, store_.values(), payload), scalars(), compute);
+    clock.lap(&StepReport::Seconds::update);
+    if (rule_.selects_after_update()) draft(gradients, mask, compute);
+    clock.lap(&StepReport::Seconds::select);
+    masks_.finish();
+    if (report == nullptr) return;
+    report->payload_bytes = bytes_of_payload;
+    report->mask_bytes = communicator_.bytes_sent() - bytes_before - bytes_of_payload;
+    finish_report(*report, before.kept, mask, compute);
+    clock.read(report->seconds);
+  }
+
+  void begin(std::span<const float> gradients, const S& compute) {
+    rule_.begin(masks_.step(), compute);
+    if (learning_rate_is_new_) transform(scalars(), SetLearningRate{options_.learning_rate}, compute);
+    learning_rate_is_new_ = false;
+    transform(scalars(), rule_.advance(), compute);
+    if (R::clips_gradient && options_.clip_norm > 0) {
+      take_norm(Values{gradients.data()}, gradients.size(), compute);
+      transform(scalars(), ClipGradient{options_.clip_norm}, compute);
+    }
+  }
+
+  std::uint64_t reduce(MaskView mask, const S& compute) {
+    const std::uint64_t before = communicator_.bytes_sent();
+    reducer_.reduce(mask, communicator_, compute, side_);
+    return communicator_.bytes_sent() - before;
+  }
+
+  // Selects the mask of a later step, and starts its exchange.
+  void draft(std::span<const float> gradients, MaskView mask, const S& compute) {
+    if (!masks_.draft_next()) return;
+    const std::span<MaskWord> own = own_part(sent_.span());
+    for (std::size_t i = 0; i < masks_.pending() && !own.empty(); ++i)
+      for_each(own.size(), Merge{own.data(), own_part(masks_.pending(i)).data(), i == 0}, compute);
+    const auto sent = masks_.pending() == 0 ? std::span<const MaskWord>() : std::span<const MaskWord>(sent_.span());
+    rule_.score_after(gradients, store_.values(), mask, sent, scalars(), select_and_publish(compute));
+  }
+
+  auto select_and_publish(const S& compute) {
+    return [this, &compute](auto score) {
+      masker_.select(score, masks_.draft_density(), masks_.draft(), select_workspace_.span(), compute);
+      masks_.publish(communicator_, compute, side_);
+    };
+  }
+
+  template <class Word>
+  std::span<Word> own_part(std::span<Word> words) const {
+    if (words.empty()) return words;
+    const int rank = communicator_.rank();
+    return words.subspan(plan_.part_begin(rank), plan_.part_words()[static_cast<std::size_t>(rank)]);
+  }
+
+  bool clips_payload() const noexcept { return !R::clips_gradient && options_.clip_norm > 0; }
+
+  template <class F>
+  void take_norm(F value, std::size_t count, const S& compute) {
+    squared_norm(count, value, partials_.span(), scalars().squared_norm, compute);
+  }
+
+  // The overlap is taken before the next draft takes `before`'s memory.
+  void begin_report(StepReport& report, MaskView before, MaskView mask, std::span<const float> payload, const S& compute) {
+    report = {};
+    report.step = masks_.step();
+    report.density = masks_.density();
+    report.kept = mask.kept;
+    mask_overlap(before.words, mask, payload, partials_.span(), scalars(), compute);
+    squared_norm(payload.size(), Values{payload.data()}, partials_.span(), scalars().squared_payload, compute);
+  }
+
+  void finish_report(StepReport& report, std::size_t kept_before, MaskView mask, const S& compute) {
+    squared_norm(plan_.tiles().size() * tile_bits, ResidualAt{mask, store_.values().data()}, partials_.span(),
+                 scalars().squared_residual, compute);
+    copy_values(std::span<const StepScalars>(scalars_.span()), std::span<StepScalars>(host_scalars_), compute);
+    compute.synchronize();
+    const StepScalars& found = host_scalars_[0];
+    if (kept_before != 0) {
+      const auto both = static_cast<double>(found.overlap);
+      report.jaccard = both / (static_cast<double>(kept_before + mask.kept) - both);
+      report.energy_share = found.squared_payload == 0 ? 0 : found.squared_overlap / found.squared_payload;
+    }
+    report.gradient_norm = std::sqrt(found.squared_norm);
+    report.residual_norm = std::sqrt(found.squared_residual);
+  }
+
+  // Collective. Throws on every rank where not all were given the same.
+  void check_agreement(const R& rule, M& memory) {
+    constexpr std::array names = {"layout", "options", "rule"};
+    std::array<MaskWord, 2 * names.size()> own;
+    for (std::size_t i = 0; const std::uint64_t print : {plan_.fingerprint(), options_.fingerprint(), rule.fingerprint()}) {
+      own[i++] = static_cast<MaskWord>(print);
+      own[i++] = static_cast<MaskWord>(print >> 32);
+    }
+    const std::size_t ranks = static_cast<std::size_t>(plan_.ranks());
+    const Buffer<MaskWord, M> all(ranks * own.size(), memory);
+    const auto part = all.span().subspan(static_cast<std::size_t>(communicator_.rank()) * own.size(), own.size());
+    std::vector<MaskWord> read(all.size());
+    copy_values(std::span<const MaskWord>(own), part, side_);
+    communicator_.all_gather(part, all.span(), side_);
+    copy_values(std::span<const MaskWord>(all.span()), std::span(read), side_);
+    side_.synchronize();
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const auto print = [&](std::size_t rank) { return std::pair(read[rank * own.size() + 2 * i], read[rank * own.size() + 2 * i + 1]); };
+      const auto agreeing = [&](std::size_t rank) {
+        std::size_t count = 0;
+        for (std::size_t other = 0; other < ranks; ++other) count += print(other) == print(rank);
+        return count;
+      };
+      for (std::size_t rank = 0; rank < ranks; ++rank)
+        if (2 * agreeing(rank) < ranks || (2 * agreeing(rank) == ranks && print(rank) != print(0)))
+          throw Error("rank " + std::to_string(rank) + " disagrees with the other ranks: its " + names[i] + " differ");
+    }
+  }
+
+  StepScalars& scalars() const noexcept { return *scalars_.span().data(); }
+
+  // Times between the phases of a step that is reported on.
+  class PhaseClock {
+   public:
+    using Phase = double StepReport::Seconds::*;
+    PhaseClock(bool runs, std::array<double, 8>& times, const S& compute) : runs_(runs), times_(times), compute_(compute) {
+      if (runs) record_time(times_[0], compute_);
+    }
+    void lap(Phase phase) {
+      if (!runs_) return;
+      phases_[laps_++] = phase;
+      record_time(times_[laps_], compute_);
+    }
+    void read(StepReport::Seconds& seconds) const {
+      for (std::size_t i = 0; i < laps_; ++i) seconds.*phases_[i] += times_[i + 1] - times_[i];
+    }
+
+   private:
+    bool runs_;
+    std::array<double, 8>& times_;
+    const S& compute_;
+    std::array<Phase, 7> phases_{};
+    std::size_t laps_ = 0;
+  };
+
+  struct Reset {
+    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now = StepScalars{}; }
+  };
+  struct SetLearningRate {
+    float value;
+    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.learning_rate = value; }
+  };
+  struct ClipGradient {
+    float limit;
+    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.gradient_scale = clip_scale(now.squared_norm, limit); }
+  };
+  struct ClipPayload {
+    float limit;
+    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.payload_scale = clip_scale(now.squared_norm, limit); }
+  };
+  struct Values {
+    const float* values;
+    SCAPE_HOST_DEVICE float operator()(std::size_t i) const { return values[i]; }
+  };
+  struct Merge {
+    MaskWord* into;
+    const MaskWord* from;
+    bool first;
+    SCAPE_HOST_DEVICE void operator()(std::size_t i) const { into[i] = first ? from[i] : into[i] | from[i]; }
+  };
+  // The residual of the i-th place of the tiles, each tile taken as tile_bits long.
+  struct ResidualAt {
+    MaskView mask;
+    const float* store;
+    SCAPE_HOST_DEVICE float operator()(std::size_t i) const {
+      const Tile& tile = mask.plan.tiles.data()[i / tile_bits];
+      const std::size_t place = i % tile_bits, bit = tile.bit + place;
+      if (place >= tile.count) return 0;
+      return R::residual(store[tile.element + place], mask.words.data()[bit / word_bits] >> bit % word_bits & 1);
+    }
+  };
+
+  C& communicator_;
+  S compute_, side_;
+  AdamSOptions options_;
+  MaskPlan plan_;
+  PlanTables<M> tables_;
+  Buffer<StepScalars, M> scalars_;
+  DelayedMaskScheduler<S, M> masks_;
+  TopKMasker masker_;
+  ResidualStore<M> store_;
+  SparseBufferReducer<S, M> reducer_;
+  typename R::template State<M> rule_;
+  Buffer<MaskWord, M> sent_;
+  Buffer<std::byte, M> select_workspace_;
+  Buffer<double, M> partials_;
+  bool learning_rate_is_new_ = true, broken_ = false;
+  int exceptions_ = std::uncaught_exceptions();
+  std::array<double, 8> times_{};
+  std::array<StepScalars, 1> host_scalars_;
+};
+
+}  // namespace scape::inline v0

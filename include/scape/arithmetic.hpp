@@ -1,0 +1,44 @@
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define SCAPE_HOST_DEVICE __host__ __device__
+#else
+/// Marks functions that kernels call too: user-defined scores and rules.
+#define SCAPE_HOST_DEVICE
+#endif
+
+namespace scape::inline v0 {
+
+// Element-wise mathematics is written with these, so that the host's results are the device's, bit for bit: every
+// operation is rounded by itself, never contracted into a fused multiply-add, whatever flags the caller compiles with.
+// (GCC contracts across functions where the target has FMA: host loops switch that off, see SCAPE_HOST_LOOP.)
+#if defined(__CUDA_ARCH__)
+SCAPE_HOST_DEVICE inline float multiply(float a, float b) { return __fmul_rn(a, b); }
+SCAPE_HOST_DEVICE inline float add(float a, float b) { return __fadd_rn(a, b); }
+SCAPE_HOST_DEVICE inline float subtract(float a, float b) { return __fsub_rn(a, b); }
+SCAPE_HOST_DEVICE inline float divide(float a, float b) { return __fdiv_rn(a, b); }
+SCAPE_HOST_DEVICE inline float square_root(float a) { return __fsqrt_rn(a); }
+SCAPE_HOST_DEVICE inline float magnitude(float a) { return fabsf(a); }
+#else
+SCAPE_HOST_DEVICE inline float multiply(float a, float b) { return a * b; }
+SCAPE_HOST_DEVICE inline float add(float a, float b) { return a + b; }
+SCAPE_HOST_DEVICE inline float subtract(float a, float b) { return a - b; }
+SCAPE_HOST_DEVICE inline float divide(float a, float b) { return a / b; }
+SCAPE_HOST_DEVICE inline float square_root(float a) { return std::sqrt(a); }
+SCAPE_HOST_DEVICE inline float magnitude(float a) { return std::fabs(a); }
+#endif
+
+/// a * b + c with two roundings.
+SCAPE_HOST_DEVICE inline float multiply_add(float a, float b, float c) { return add(multiply(a, b), c); }
+
+/// The integer by which scores are ranked: the bits of |score|; every NaN is the largest, -0 equals +0, denormals count.
+SCAPE_HOST_DEVICE inline std::uint32_t score_key(float score) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(score) & 0x7fffffffu;
+  return bits > 0x7f800000u ? 0x7fffffffu : bits;
+}
+
+}  // namespace scape::inline v0

@@ -1,0 +1,206 @@
+#pragma once
+
+#include <scape/adams_options.hpp>
+#include <scape/arithmetic.hpp>
+#include <scape/fingerprint.hpp>
+#include <scape/mask_plan.hpp>
+#include <scape/memory.hpp>
+#include <scape/residual_store.hpp>
+#include <scape/step_scalars.hpp>
+#include <scape/stream.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+namespace scape::inline v0 {
+
+/// Our update rule, a clock per parameter (ALGORITHM.md, "Rule clock"): an element that is kept after n steps moves as n
+/// steps of AdamS with the mean of its n gradients would have moved it. Off the mask nothing of a parameter moves,
+/// weight decay included. The ResidualStore holds the gradients not sent yet; the rule owns 6 bytes a parameter more:
+/// the first moment, and the step of last use in 16 bits. n is exact up to `longest`, where it stays. Clips the local
+/// gradient. No bias correction.
+struct ClockRule {
+  float cap = 64;  ///< an element moves by at most this many learning rates (times 1.13)
+
+  /// Clipped is the local gradient, never the residual.
+  static constexpr bool clips_gradient = true;
+  /// Elements of a mask that waits for its turn are scored as if they had been sent, or masks would repeat.
+  static constexpr bool pending_counts_as_sent = true;
+  SCAPE_HOST_DEVICE static float residual(float state, bool) { return state; }
+  std::uint64_t fingerprint() const noexcept { return Fingerprint().add(std::uint64_t{2}).add(double{cap}).value(); }
+
+  /// Steps are stored modulo 2^16. Every `sweep` steps those that lie more than `longest` back are moved up to there, so
+  /// that no difference wraps: longest + sweep = 65535.
+  static constexpr unsigned sweep = 16384, longest = 65535 - sweep;
+
+  /// beta^n and 1 - beta^n, for both betas.
+  struct Powers {
+    float beta1, one_minus_beta1, beta2, one_minus_beta2;
+  };
+
+  /// Elements' clocks. steps(i, now) = n for the step numbered `now` (from 1 on).
+  struct Clocks {
+    std::uint16_t* last;
+    const Powers* powers;
+    unsigned largest;  // n beyond which the powers do not change
+
+    SCAPE_HOST_DEVICE unsigned steps(std::size_t i, std::uint64_t now) const {
+      const unsigned n = static_cast<std::uint16_t>(now - last[i]);
+      return n < longest ? n : longest;
+    }
+    SCAPE_HOST_DEVICE Powers at(unsigned n) const { return powers[n < largest ? n : largest]; }
+  };
+
+  struct Advance {
+    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
+      now.step += 1;
+      now.gradient_scale = now.payload_scale = 1;
+    }
+  };
+
+  struct Sweep {
+    Clocks clocks;
+    std::uint64_t now;
+    SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
+      clocks.last[i] = static_cast<std::uint16_t>(now - clocks.steps(i, now));
+    }
+  };
+
+  struct Update {
+    float *parameters, *moments;
+    const float* payload;
+    Clocks clocks;
+    float cap, epsilon, weight_decay;
+
+    SCAPE_HOST_DEVICE bool needs_every(const Segment&) const { return false; }
+    SCAPE_HOST_DEVICE void every(std::size_t, const StepScalars&) const {}
+    SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool decay, const StepScalars& now) const {
+      const unsigned n = clocks.steps(i, now.step);
+      const Powers power = clocks.at(n);
+      const float count = static_cast<float>(n);
+      const float gradient = divide(multiply(payload[position], now.payload_scale), count);
+      const float old = moments[i];
+      const float first = add(multiply(power.beta1, old), multiply(power.one_minus_beta1, gradient));
+      const float second = add(multiply(power.beta2, multiply(old, old)),
+                               multiply(power.one_minus_beta2, multiply(gradient, gradient)));
+      const float scale = add(square_root(second), epsilon);
+      const float step = scale == 0 ? 0.0f : divide(first, scale);
+      const float pull = decay ? multiply(weight_decay, parameters[i]) : 0.0f;
+      const float rate = multiply(now.learning_rate, count < cap ? count : cap);
+      parameters[i] = subtract(parameters[i], multiply(rate, add(step, pull)));
+      moments[i] = first;
+      clocks.last[i] = static_cast<std::uint16_t>(now.step);
+    }
+  };
+
+  // What the element's first moment would be if it were kept in the step `ahead` of this one, the present gradient
+  // standing for the next, times the steps that it would move by.
+  struct Score {
+    const float *gradient, *residual, *moments;
+    Clocks clocks;
+    const StepScalars* now;
+    std::uint64_t ahead;
+    const MaskWord* sent;  // elements that count as sent although they are not yet; null: none
+
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
+      const bool is_sent = sent != nullptr && (sent[bit / word_bits] >> bit % word_bits & 1);
+      const unsigned n = is_sent ? 1 : clocks.steps(element, now->step + ahead);
+      const Powers power = clocks.at(n);
+      const float count = static_cast<float>(n);
+      const float sum = add(is_sent ? 0.0f : residual[element], multiply(gradient[element], now->gradient_scale));
+      return multiply(count, add(multiply(power.beta1, moments[element]),
+                                 multiply(power.one_minus_beta1, divide(sum, count))));
+    }
+  };
+
+  template <MemoryResource M>
+  class State;
+};
+
+/// What the rule keeps for an optimizer, and the functors that it hands to the stream's work.
+template <MemoryResource M>
+class ClockRule::State {
+ public:
+  template <Stream S>
+  State(const ClockRule& rule, const AdamSOptions& options, std::size_t size, std::size_t, M& memory, const S& stream)
+      : rule_(rule),
+        options_(options),
+        moments_(size, memory),
+        last_(size, memory),
+        table_(powers_of(options)),
+        powers_(table_.size(), memory) {
+    expects(rule.cap >= 1 && rule.cap <= static_cast<float>(longest), "cap", rule.cap,
+            "must be 1 to " + std::to_string(longest));
+    fill_values(moments_.span(), 0.0f, stream);
+    fill_values(last_.span(), std::uint16_t{0}, stream);
+    copy_values(std::span<const Powers>(table_), powers_.span(), stream);
+  }
+
+  std::size_t state_bytes() const noexcept { return moments_.bytes() + last_.bytes() + powers_.bytes(); }
+  std::size_t workspace_bytes() const noexcept { return 0; }
+  bool selects_after_update() const noexcept { return true; }
+  std::span<float> set_aside() const noexcept { return {}; }
+
+  /// The first moment, and the number modulo 2^16 of the step that last kept the element (0: none), counted from 1.
+  std::span<const float> moments() const noexcept { return moments_.span(); }
+  std::span<const std::uint16_t> last() const noexcept { return last_.span(); }
+
+  /// Work of some steps only: keeps the clocks from wrapping. `step` counts from 0.
+  template <Stream S>
+  void begin(std::size_t step, const S& stream) const {
+    if ((step + 1) % sweep == 0) for_each(last_.size(), Sweep{clocks(), step + 1}, stream);
+  }
+
+  Advance advance() const { return {}; }
+  ErrorFeedback accumulation() const { return {}; }
+  Update update(std::span<float> parameters, std::span<float>, std::span<const float> payload) const {
+    return {parameters.data(), moments_.span().data(), payload.data(),       clocks(),
+            rule_.cap,         options_.epsilon,       options_.weight_decay};
+  }
+
+  /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
+  template <class Select>
+  void score_before(std::span<const float> gradient, std::span<const float> residual, MaskView,
+                    const StepScalars& now, Select select) const {
+    select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 0, nullptr});
+  }
+  template <class Select>
+  void score_after(std::span<const float> gradient, std::span<const float> residual, MaskView,
+                   std::span<const MaskWord> sent, const StepScalars& now, Select select) const {
+    select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 1,
+                 sent.empty() ? nullptr : sent.data()});
+  }
+
+ private:
+  Clocks clocks() const noexcept {
+    return {last_.span().data(), powers_.span().data(), static_cast<unsigned>(table_.size() - 1)};
+  }
+
+  // By repeated multiplication, so that every machine computes the same. Ends where both powers count for nothing.
+  static std::vector<Powers> powers_of(const AdamSOptions& options) {
+    std::vector<Powers> table;
+    double first = 1, second = 1;
+    while (table.size() <= longest) {
+      table.push_back({static_cast<float>(first), static_cast<float>(1 - first), static_cast<float>(second),
+                       static_cast<float>(1 - second)});
+      if (table.back().beta1 == 0 && table.back().beta2 == 0) break;
+      first *= static_cast<double>(options.beta1);
+      second *= static_cast<double>(options.beta2);
+    }
+    return table;
+  }
+
+  ClockRule rule_;
+  AdamSOptions options_;
+  Buffer<float, M> moments_;
+  Buffer<std::uint16_t, M> last_;
+  std::vector<Powers> table_;
+  Buffer<Powers, M> powers_;
+};
+
+}  // namespace scape::inline v0

@@ -1,0 +1,337 @@
+#pragma once
+
+#include <scape/elias_fano.hpp>
+#include <scape/error.hpp>
+#include <scape/host/loop.hpp>
+#include <scape/host/stream.hpp>
+#include <scape/mask_plan.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace scape::inline v0 {
+
+namespace detail {
+
+/// Calls body(begin, end) for runs of `run` of count items, on the pool.
+template <class F>
+void run_parts(HostPool& pool, std::size_t count, std::size_t run, F body) {
+  pool.run(count / run + (count % run != 0),
+           [&](std::size_t i) { body(i * run, i * run + std::min(run, count - i * run)); });
+}
+
+/// Bits that a thread packs or unpacks at once.
+inline constexpr std::size_t pack_run = 65536;
+
+/// Whole words: bit j of words[i] = predicate(first + 32 * i + j).
+template <class Predicate>
+SCAPE_HOST_LOOP void pack_words(const Predicate predicate, std::size_t first, MaskWord* words, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    MaskWord word = 0;
+    for (std::size_t j = 0; j < word_bits; ++j)
+      word |= MaskWord{static_cast<bool>(predicate(first + i * word_bits + j))} << j;
+    words[i] = word;
+  }
+}
+
+/// Bits [begin, end) of one word: bit begin + j = predicate(first + j); the others stay.
+template <class Predicate>
+void pack_part(const Predicate& predicate, std::size_t first, MaskWord& word, std::size_t begin, std::size_t end) {
+  MaskWord result = word;
+  for (std::size_t j = begin; j < end; ++j) {
+    const MaskWord bit = MaskWord{1} << j;
+    result = predicate(first + j - begin) ? result | bit : result & ~bit;
+  }
+  word = result;
+}
+
+/// flags[i] = bit `bit + i` of words.
+SCAPE_HOST_LOOP inline void unpack_run(const MaskWord* words, std::size_t bit, std::uint8_t* flags, std::size_t count) {
+  const std::size_t shift = bit % word_bits;
+  words += bit / word_bits;
+  const std::size_t whole = count / word_bits;
+  for (std::size_t i = 0; i < whole; ++i) {
+    const std::uint64_t next = shift == 0 ? 0 : words[i + 1];
+    const MaskWord word = static_cast<MaskWord>((next << word_bits | words[i]) >> shift);
+    for (std::size_t j = 0; j < word_bits; ++j) flags[i * word_bits + j] = (word >> j) & 1;
+  }
+  for (std::size_t i = whole * word_bits; i < count; ++i)
+    flags[i] = (words[(shift + i) / word_bits] >> ((shift + i) % word_bits)) & 1;
+}
+
+SCAPE_HOST_LOOP inline std::size_t count_bits(const MaskWord* words, std::size_t count) {
+  std::size_t sum = 0, i = 0;
+  for (; i + 2 <= count; i += 2)
+    sum += static_cast<std::size_t>(std::popcount(std::uint64_t{words[i + 1]} << word_bits | words[i]));
+  if (i < count) sum += static_cast<std::size_t>(std::popcount(words[i]));
+  return sum;
+}
+
+/// Calls visit(position) for the set bits of words [begin, end), ascending.
+template <class F>
+void for_each_bit(const MaskWord* words, std::size_t begin, std::size_t end, F&& visit) {
+  const auto visit_all = [&](std::size_t word, std::uint64_t bits) {
+    for (; bits != 0; bits &= bits - 1) visit(word * word_bits + static_cast<std::size_t>(std::countr_zero(bits)));
+  };
+  for (; begin + 2 <= end; begin += 2) visit_all(begin, std::uint64_t{words[begin + 1]} << word_bits | words[begin]);
+  if (begin < end) visit_all(begin, words[begin]);
+}
+
+/// The counts of set bits in runs of count_words words, in the workspace, replaced by what comes before each run.
+/// Returns the sum.
+inline std::size_t number_bits(HostPool& pool, std::span<const MaskWord> words, std::size_t* before) {
+  run_parts(pool, words.size(), count_words, [=](std::size_t begin, std::size_t end) {
+    before[begin / count_words] = count_bits(words.data() + begin, end - begin);
+  });
+  std::size_t sum = 0;
+  for (std::size_t i = 0; i * count_words < words.size(); ++i) {
+    const std::size_t count = before[i];
+    before[i] = sum;
+    sum += count;
+  }
+  return sum;
+}
+
+inline void clear_words(HostPool& pool, std::span<MaskWord> words) {
+  run_parts(pool, words.size(), 16 * count_words,
+            [=](std::size_t begin, std::size_t end) { std::fill_n(words.data() + begin, end - begin, MaskWord{0}); });
+}
+
+/// Sets bits in words that were zero before the loop, a word at a time. Of what several threads set, each thread's part
+/// of an ascending sequence, only the first and the last word can be another thread's too; else any word.
+class BitSetter {
+ public:
+  explicit BitSetter(MaskWord* words, bool ascending) : words_(words), ascending_(ascending) {}
+  BitSetter(const BitSetter&) = delete;
+  ~BitSetter() {
+    shared_ = true;
+    flush();
+  }
+
+  void set(std::size_t word, MaskWord bits) {
+    if (word != word_) {
+      flush();
+      word_ = word;
+      bits_ = 0;
+    }
+    bits_ |= bits;
+  }
+  void set(std::size_t position) { set(position / word_bits, MaskWord{1} << (position % word_bits)); }
+
+ private:
+  void flush() {
+    if (bits_ == 0) return;
+    const std::atomic_ref word(words_[word_]);
+    shared_ ? void(word.fetch_or(bits_, std::memory_order_relaxed)) : word.store(bits_, std::memory_order_relaxed);
+    shared_ = !ascending_;
+  }
+
+  MaskWord* words_;
+  bool ascending_, shared_ = true;
+  std::size_t word_ = 0;
+  MaskWord bits_ = 0;
+};
+
+/// Sets the bits of value, of which there are `count`, from `bit` on.
+inline void set_low(BitSetter& low, std::size_t bit, std::size_t count, std::size_t value) {
+  const std::uint64_t part = std::uint64_t{static_cast<MaskWord>(value)} << (bit % word_bits);
+  low.set(bit / word_bits, static_cast<MaskWord>(part));
+  if (part >> word_bits != 0) low.set(bit / word_bits + 1, static_cast<MaskWord>(part >> word_bits));
+  if (count > word_bits) set_low(low, bit + word_bits, count - word_bits, value >> word_bits);
+}
+
+/// The `count` bits from `bit` on. Where there are any, the word after them is read, too: the high part is there.
+inline std::size_t get_low(const MaskWord* words, std::size_t bit, std::size_t count) {
+  if (count == 0) return 0;
+  const MaskWord* const word = words + bit / word_bits;
+  const std::uint64_t pair = (std::uint64_t{word[1]} << word_bits | word[0]) >> (bit % word_bits);
+  if (count <= word_bits) return pair & ((std::uint64_t{1} << count) - 1);
+  return static_cast<MaskWord>(pair) | get_low(words, bit + word_bits, count - word_bits) << word_bits;
+}
+
+SCAPE_HOST_LOOP inline void list_part(const MaskWord* words, std::size_t begin, std::size_t end, std::size_t* indices) {
+  for_each_bit(words, begin, end, [&](std::size_t position) { *indices++ = position; });
+}
+
+SCAPE_HOST_LOOP inline bool mark_part(const std::size_t* indices, std::size_t count, std::span<MaskWord> words) {
+  BitSetter setter(words.data(), false);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (indices[i] / word_bits >= words.size()) return false;
+    setter.set(indices[i]);
+  }
+  return true;
+}
+
+/// Codes the set bits of words [begin, end), the first of which is the mask's i-th.
+SCAPE_HOST_LOOP inline void encode_part(const EliasFano& code, const MaskWord* words, std::size_t begin,
+                                        std::size_t end, std::size_t i, MaskWord* out) {
+  const std::size_t bits = code.low_bits(), low_mask = (std::size_t{1} << bits) - 1;
+  BitSetter low(out, true), high(out + code.low_words(), true);
+  for_each_bit(words, begin, end, [&](std::size_t position) {
+    set_low(low, i * bits, bits, position & low_mask);
+    high.set((position >> bits) + i++);
+  });
+}
+
+/// Decodes the ones of words [begin, end) of the high part, the first of which is the code's i-th. Returns false where
+/// they give no ascending positions inside the mask.
+SCAPE_HOST_LOOP inline bool decode_part(const EliasFano& code, const MaskWord* in, std::size_t begin, std::size_t end,
+                                        std::size_t i, MaskWord* words) {
+  const std::size_t bits = code.low_bits(), last = (code.bits() - 1) >> bits;
+  const MaskWord* const high = in + code.low_words();
+  BitSetter setter(words, true);
+  bool valid = true;
+  std::size_t least = 0;  // that the next position may be
+  const auto position_of = [&](std::size_t one, std::size_t number) {
+    return (one - number) << bits | get_low(in, number * bits, bits);
+  };
+  // The part's first element has the high bits of the one before it only where their ones are neighbours.
+  if (i != 0 && begin != 0 && high[begin - 1] >> (word_bits - 1) != 0)
+    least = position_of(begin * word_bits - 1, i - 1) + 1;
+  for_each_bit(high, begin, end, [&](std::size_t one) {
+    const std::size_t position = position_of(one, i);
+    if (one - i > last || position < least || position >= code.bits()) valid = false;
+    if (valid) setter.set(position);
+    least = position + 1;
+    ++i;
+  });
+  return valid;
+}
+
+/// Whether the bits that pad `count` bits to whole words are zero.
+inline bool padding_is_zero(const MaskWord* words, std::size_t count) {
+  return count % word_bits == 0 || words[count / word_bits] >> (count % word_bits) == 0;
+}
+
+}  // namespace detail
+
+/// Bit first_bit + i of words = predicate(i), for i < count; the other bits stay. The predicate is copied, is called
+/// from several threads and must not throw. Moves what the predicate reads and an eighth of a byte per bit.
+template <class Predicate>
+void pack_bits(Predicate predicate, std::size_t count, std::span<MaskWord> words, std::size_t first_bit,
+               const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    const std::size_t lead = first_bit % word_bits;
+    MaskWord* const first_word = words.data() + first_bit / word_bits;
+    detail::run_parts(pool, count == 0 ? 0 : lead + count, detail::pack_run, [=](std::size_t begin, std::size_t end) {
+      // Bits [begin, end), counted from first_word's; those below `lead` are not ours.
+      MaskWord* word = first_word + begin / word_bits;
+      std::size_t bit = std::max(begin, lead);
+      if (bit % word_bits != 0) {
+        const std::size_t stop = std::min(end, begin + word_bits);
+        detail::pack_part(predicate, bit - lead, *word++, bit - begin, stop - begin);
+        bit = stop;
+      }
+      const std::size_t whole = (end - bit) / word_bits;
+      detail::pack_words(predicate, bit - lead, word, whole);
+      bit += whole * word_bits;
+      if (bit != end) detail::pack_part(predicate, bit - lead, word[whole], 0, end - bit);
+    });
+  });
+}
+
+/// flags[i] = bit first_bit + i of words, 0 or 1.
+inline void unpack_bits(std::span<const MaskWord> words, std::size_t first_bit, std::span<std::uint8_t> flags,
+                        const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    detail::run_parts(pool, flags.size(), detail::pack_run, [=](std::size_t begin, std::size_t end) {
+      detail::unpack_run(words.data(), first_bit + begin, flags.data() + begin, end - begin);
+    });
+  });
+}
+
+/// By tile: the payload position of its first kept element. With stride 0 the payload has no gaps; else rank r's part
+/// begins at r * stride, which must be no less than any rank keeps.
+inline void count_offsets(PlanView plan, std::span<const MaskWord> words, std::size_t stride,
+                          std::span<std::size_t> offsets, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    detail::run_parts(pool, plan.tiles.size(), 32, [=](std::size_t begin, std::size_t end) {
+      for (std::size_t i = begin; i < end; ++i) {
+        const Tile& tile = plan.tiles[i];
+        offsets[i] = detail::count_bits(words.data() + tile.bit / word_bits, words_for(tile.count));
+      }
+    });
+    std::size_t offset = 0;
+    for (std::size_t rank = 0; rank + 1 < plan.first_tile.size(); ++rank) {
+      if (stride != 0) offset = rank * stride;
+      for (std::size_t i = plan.first_tile[rank]; i < plan.first_tile[rank + 1]; ++i) {
+        const std::size_t count = offsets[i];
+        offsets[i] = offset;
+        offset += count;
+      }
+    }
+  });
+}
+
+/// The positions of the set bits, ascending. Fails, with nothing written, where they are not as many as indices.
+/// Workspace: count_workspace_bytes(words.size()).
+inline void list_bits(std::span<const MaskWord> words, std::span<std::size_t> indices, std::span<std::byte> workspace,
+                      const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    auto* const before = reinterpret_cast<std::size_t*>(workspace.data());
+    const std::size_t count = detail::number_bits(pool, words, before);
+    if (count != indices.size())
+      throw Error("the mask has " + std::to_string(count) + " set bits, not " + std::to_string(indices.size()));
+    detail::run_parts(pool, words.size(), count_words, [=](std::size_t begin, std::size_t end) {
+      detail::list_part(words.data(), begin, end, indices.data() + before[begin / count_words]);
+    });
+  });
+}
+
+/// Sets the bits at the indices, in any order, and no others. Fails where one is past the words.
+inline void mark_bits(std::span<const std::size_t> indices, std::span<MaskWord> words, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    detail::clear_words(pool, words);
+    std::atomic<bool> valid = true;
+    detail::run_parts(pool, indices.size(), 4096, [=, &valid](std::size_t begin, std::size_t end) {
+      if (!detail::mark_part(indices.data() + begin, end - begin, words)) valid = false;
+    });
+    if (!valid) throw Error("an index is past the mask's " + std::to_string(words.size() * word_bits) + " bits");
+  });
+}
+
+/// Fails, with nothing written, where the mask does not have the code's number of set bits.
+inline void encode_elias_fano(EliasFano code, std::span<const MaskWord> words, std::span<MaskWord> out,
+                              std::span<std::byte> workspace, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    auto* const before = reinterpret_cast<std::size_t*>(workspace.data());
+    const std::size_t count = detail::number_bits(pool, words, before);
+    if (count != code.kept() || !detail::padding_is_zero(words.data(), code.bits()))
+      throw Error("the mask of " + std::to_string(code.bits()) + " bits has " + std::to_string(count) +
+                  " set, its Elias-Fano code is for " + std::to_string(code.kept()));
+    if (count == 0) return;
+    detail::clear_words(pool, out.first(code.words()));
+    detail::run_parts(pool, words.size(), count_words, [=](std::size_t begin, std::size_t end) {
+      detail::encode_part(code, words.data(), begin, end, before[begin / count_words], out.data());
+    });
+  });
+}
+
+/// Writes all words. Fails where the code is not one that encode_elias_fano writes for the same number of bits and of
+/// set bits; the words then hold anything.
+inline void decode_elias_fano(EliasFano code, std::span<const MaskWord> in, std::span<MaskWord> words,
+                              std::span<std::byte> workspace, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    detail::clear_words(pool, words);
+    if (code.kept() == 0) return;
+    auto* const before = reinterpret_cast<std::size_t*>(workspace.data());
+    const auto high = in.subspan(code.low_words(), code.high_words());
+    const std::size_t count = detail::number_bits(pool, high, before);
+    std::atomic<bool> valid = count == code.kept() && detail::padding_is_zero(in.data(), code.kept() * code.low_bits());
+    if (valid) {
+      detail::run_parts(pool, high.size(), count_words, [=, &valid](std::size_t begin, std::size_t end) {
+        if (!detail::decode_part(code, in.data(), begin, end, before[begin / count_words], words.data())) valid = false;
+      });
+    }
+    if (!valid)
+      throw Error("not the Elias-Fano code of " + std::to_string(code.kept()) + " set bits in " +
+                  std::to_string(code.bits()));
+  });
+}
+
+}  // namespace scape::inline v0

@@ -1,0 +1,234 @@
+#pragma once
+
+#include <scape/arithmetic.hpp>
+#include <scape/host/loop.hpp>
+#include <scape/host/stream.hpp>
+#include <scape/mask_plan.hpp>
+#include <scape/step_scalars.hpp>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace scape::inline v0 {
+
+namespace detail {
+
+template <class G, class F>
+SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, const G* gradient, float* state, const MaskWord* was,
+                                     const MaskWord* is, float* payload, float* moments, float scale, F rule) {
+  gradient += tile.element;
+  state += tile.element;
+  was += tile.bit / word_bits;
+  is += tile.bit / word_bits;
+  const auto kept = [=](std::size_t i, std::size_t position, bool was_kept) {
+    const float g = multiply(static_cast<float>(gradient[i]), scale);
+    payload[position] = rule.payload(g, state[i], was_kept);
+    if constexpr (requires { rule.moment(state[i], was_kept); }) moments[position] = rule.moment(state[i], was_kept);
+  };
+  std::size_t position = 0;
+  std::size_t first = 0;
+  for (; first + word_bits <= tile.count; first += word_bits, ++was, ++is) {
+    const MaskWord before = *was, now = *is;
+    if (now == ~MaskWord{0}) {
+      SCAPE_INDEPENDENT_ITERATIONS
+      for (std::size_t i = 0; i < word_bits; ++i) kept(first + i, position + i, before >> i & 1);
+      position += word_bits;
+    } else {
+      for (MaskWord bits = now; bits != 0; bits &= bits - 1) {
+        const int i = std::countr_zero(bits);
+        kept(first + static_cast<std::size_t>(i), position++, before >> i & 1);
+      }
+    }
+    SCAPE_INDEPENDENT_ITERATIONS
+    for (std::size_t i = 0; i < word_bits; ++i) {
+      const float g = multiply(static_cast<float>(gradient[first + i]), scale);
+      state[first + i] = rule.state(g, state[first + i], before >> i & 1, now >> i & 1);
+    }
+  }
+  for (; first < tile.count; ++first) {
+    const std::size_t i = first % word_bits;
+    const bool was_kept = *was >> i & 1, is_kept = *is >> i & 1;
+    if (is_kept) kept(first, position++, was_kept);
+    const float g = multiply(static_cast<float>(gradient[first]), scale);
+    state[first] = rule.state(g, state[first], was_kept, is_kept);
+  }
+}
+
+template <class F>
+SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::size_t position, F body) {
+  words += tile.bit / word_bits;
+  for (std::size_t first = 0; first < tile.count; first += word_bits, ++words) {
+    const std::size_t element = tile.element + first;
+    if (*words == ~MaskWord{0}) {
+      SCAPE_INDEPENDENT_ITERATIONS
+      for (std::size_t i = 0; i < word_bits; ++i) body(element + i, position + i);
+      position += word_bits;
+    } else {
+      for (MaskWord bits = *words; bits != 0; bits &= bits - 1)
+        body(element + static_cast<std::size_t>(std::countr_zero(bits)), position++);
+    }
+  }
+}
+
+template <class F>
+SCAPE_HOST_LOOP void visit_all(const Tile& tile, StepScalars scalars, F rule) {
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = tile.element; i < tile.element + tile.count; ++i) rule.every(i, scalars);
+}
+
+// In an order that does not depend on threads: 256 lanes, then halves.
+template <class F>
+SCAPE_HOST_LOOP double squares_of_run(std::size_t begin, std::size_t count, F value) {
+  constexpr std::size_t lanes = 256;
+  std::array<double, lanes> sums{};
+  std::size_t first = 0;
+  for (; first + lanes <= count; first += lanes)
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+      const double x = static_cast<double>(value(begin + first + lane));
+      sums[lane] += x * x;
+    }
+  for (std::size_t lane = 0; first + lane < count; ++lane) {
+    const double x = static_cast<double>(value(begin + first + lane));
+    sums[lane] += x * x;
+  }
+  for (std::size_t half = lanes / 2; half != 0; half /= 2)
+    for (std::size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  return sums[0];
+}
+
+SCAPE_HOST_LOOP inline double sum_of_run(const double* values, std::size_t count) {
+  constexpr std::size_t lanes = 256;
+  std::array<double, lanes> sums{};
+  for (std::size_t i = 0; i < count; ++i) sums[i % lanes] += values[i];
+  for (std::size_t half = lanes / 2; half != 0; half /= 2)
+    for (std::size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  return sums[0];
+}
+
+}  // namespace detail
+
+/// Runs f(scalars) when the stream gets here.
+template <class F>
+void transform(StepScalars& scalars, F f, const HostStream& stream) {
+  stream.enqueue([&scalars, f] { f(scalars); });
+}
+
+/// The pass over gradient and state: for every element with gradient g = scale * gradient[i] and state a
+///   state[i] = rule.state(g, a, was_kept, is_kept)
+/// and for every kept one, at its payload position p
+///   payload[p] = rule.payload(g, a, was_kept), moments[p] = rule.moment(a, was_kept)
+/// (the last only where the rule has that member), with was_kept from `before`'s words, is_kept from `mask`.
+/// Reads gradient and state once and writes state once.
+template <class G, class F>
+void accumulate_gradient(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before, MaskView mask,
+                std::span<float> payload, std::span<float> moments, F rule, const StepScalars& scalars,
+                const HostStream& stream) {
+  stream.enqueue([=, &scalars, &pool = stream.pool()] {
+    const float scale = scalars.gradient_scale;
+    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
+      const std::size_t offset = mask.offsets[i];
+      float* const tile_moments = moments.empty() ? nullptr : moments.data() + offset;
+      detail::accumulate_tile(mask.plan.tiles[i], gradient.data(), state.data(), before.data(), mask.words.data(),
+                              payload.data() + offset, tile_moments, scale, rule);
+    });
+  });
+}
+
+/// Sets the bits of all elements.
+inline void fill_mask(PlanView plan, std::span<MaskWord> words, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    pool.run(plan.tiles.size(), [&](std::size_t i) {
+      const Tile& tile = plan.tiles[i];
+      const auto first = words.begin() + static_cast<std::ptrdiff_t>(tile.bit / word_bits);
+      const auto last = std::fill_n(first, tile.count / word_bits, ~MaskWord{0});
+      if (tile.count % word_bits != 0) *last = (MaskWord{1} << tile.count % word_bits) - 1;
+    });
+  });
+}
+
+/// f(element, position) for every kept element, at its place in the payload.
+template <class F>
+void for_each_kept(MaskView mask, F f, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
+      detail::visit_kept(mask.plan.tiles[i], mask.words.data(), mask.offsets[i], f);
+    });
+  });
+}
+
+/// For every element of a segment where rule.needs_every(segment): rule.every(element, scalars); then for every kept
+/// element: rule.kept(element, position, segment.decay, scalars).
+template <class F>
+void update(MaskView mask, F rule, const StepScalars& scalars, const HostStream& stream) {
+  stream.enqueue([=, &scalars, &pool = stream.pool()] {
+    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
+      const Tile& tile = mask.plan.tiles[i];
+      const Segment& segment = mask.plan.segments[tile.segment];
+      const StepScalars now = scalars;
+      if (rule.needs_every(segment)) detail::visit_all(tile, now, rule);
+      detail::visit_kept(tile, mask.words.data(), mask.offsets[i],
+                         [rule, now, decay = segment.decay](std::size_t element, std::size_t position) {
+                           rule.kept(element, position, decay, now);
+                         });
+    });
+  });
+}
+
+/// f(i) for every i below count.
+template <class F>
+void for_each(std::size_t count, F f, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    pool.run((count + tile_bits - 1) / tile_bits, [&](std::size_t run) {
+      const std::size_t end = std::min(count, (run + 1) * tile_bits);
+      for (std::size_t i = run * tile_bits; i < end; ++i) f(i);
+    });
+  });
+}
+
+/// Doubles that squared_norm and mask_overlap need as scratch for `count` values.
+inline std::size_t norm_partials(std::size_t count, const HostStream&) { return (count + tile_bits - 1) / tile_bits; }
+
+/// result = sum of value(i)^2 over i < count, in double and in a fixed order.
+template <class F>
+void squared_norm(std::size_t count, F value, std::span<double> partials, double& result, const HostStream& stream) {
+  stream.enqueue([=, &result, &pool = stream.pool()] {
+    const std::size_t runs = (count + tile_bits - 1) / tile_bits;
+    pool.run(runs, [&](std::size_t i) {
+      partials[i] = detail::squares_of_run(i * tile_bits, std::min(tile_bits, count - i * tile_bits), value);
+    });
+    result = detail::sum_of_run(partials.data(), runs);
+  });
+}
+
+/// Of the elements kept now and in the mask before: how many, and the sum of their payload's squares, in a fixed order.
+inline void mask_overlap(std::span<const MaskWord> before, MaskView mask, std::span<const float> payload,
+                         std::span<double> partials, StepScalars& scalars, const HostStream& stream) {
+  stream.enqueue([=, &scalars, &pool = stream.pool()] {
+    std::atomic<std::uint64_t> overlap = 0;
+    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
+      const Tile& tile = mask.plan.tiles[i];
+      std::size_t position = mask.offsets[i];
+      std::uint64_t count = 0;
+      double squares = 0;
+      for (std::size_t word = tile.bit / word_bits; word < tile.bit / word_bits + words_for(tile.count); ++word) {
+        const MaskWord both = mask.words[word] & before[word];
+        count += static_cast<std::uint64_t>(std::popcount(both));
+        for (MaskWord bits = mask.words[word]; bits != 0; bits &= bits - 1, ++position) {
+          const double x = static_cast<double>(payload[position]);
+          if (both >> std::countr_zero(bits) & 1) squares += x * x;
+        }
+      }
+      partials[i] = squares;
+      overlap += count;
+    });
+    scalars.overlap = overlap;
+    scalars.squared_overlap = detail::sum_of_run(partials.data(), mask.plan.tiles.size());
+  });
+}
+
+}  // namespace scape::inline v0

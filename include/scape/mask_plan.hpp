@@ -1,0 +1,193 @@
+#pragma once
+
+#include <scape/communicator.hpp>
+#include <scape/fingerprint.hpp>
+#include <scape/layout.hpp>
+
+#include <cmath>
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace scape::inline v0 {
+
+inline constexpr std::size_t word_bits = 32;
+
+/// Bits of a mask that are worked on at once: 16 KiB of floats, so a tile of three arrays stays in a core's first cache.
+inline constexpr std::size_t tile_bits = 4096;
+
+constexpr std::size_t words_for(std::size_t bits) noexcept { return bits / word_bits + (bits % word_bits != 0); }
+
+/// Elements that a segment of `count` elements keeps: max(1, floor(density * count + 1e-6)), all at density >= 1.
+inline std::size_t kept_count(std::size_t count, double density) noexcept {
+  if (count == 0 || density >= 1) return count;
+  const std::size_t kept = static_cast<std::size_t>(std::floor(density * static_cast<double>(count) + 1e-6));
+  return kept < 1 ? 1 : kept > count ? count : kept;
+}
+
+/// A run of at most tile_bits elements of one segment.
+struct Tile {
+  std::size_t element;    ///< first element in parameter space
+  std::size_t bit;        ///< its bit in mask space; a multiple of word_bits
+  std::uint32_t count;    ///< elements
+  std::uint32_t segment;  ///< index into the layout's segments
+};
+
+/// The tables of a MaskPlan, in memory that the stream's work can read.
+struct PlanView {
+  std::span<const Tile> tiles;              ///< in payload order
+  std::span<const Segment> segments;        ///< in the layout's order
+  std::span<const std::size_t> first_tile;  ///< by rank, and one more: its tiles are [first_tile[r], first_tile[r + 1])
+};
+
+/// A mask with all that is needed to use it.
+struct MaskView {
+  PlanView plan;
+  std::span<const MaskWord> words;       ///< bits in mask space; those of no element are zero
+  std::span<const std::size_t> offsets;  ///< by tile: payload position of its first kept element
+  std::size_t kept;                      ///< elements of the payload
+};
+
+/// How masks over a layout are laid out in memory; made once, on the host.
+///
+/// Mask space holds first the words that travel, by owner, each segment padded to whole words; then the words of the
+/// dense segments, which never change and never travel. With uniform parts every rank's part is padded to the largest,
+/// so that one all-gather of equal counts writes straight into the mask: ranks() times the busiest owner's share; with
+/// exact parts nothing is padded, and the communicator must be an UnevenCommunicator.
+/// The payload is in the order of the tiles: by owner, the sparse segments first; within a segment by index.
+class MaskPlan {
+ public:
+  /// Throws std::invalid_argument where the segments are not ordered, disjoint and covering, or an owner is no rank.
+  template <ShardedLayout L>
+  explicit MaskPlan(const L& layout, bool exact_parts = false)
+      : MaskPlan(layout.size(), layout.ranks(), layout.segments(), exact_parts) {}
+
+  MaskPlan(std::size_t size, int ranks, std::span<const Segment> segments, bool exact_parts)
+      : size_(size), ranks_(ranks), exact_parts_(exact_parts), segments_(segments.begin(), segments.end()) {
+    check();
+    place_parts();
+    place_tiles();
+  }
+
+  std::size_t size() const noexcept { return size_; }
+  int ranks() const noexcept { return ranks_; }
+  bool exact_parts() const noexcept { return exact_parts_; }
+  std::span<const Segment> segments() const noexcept { return segments_; }
+  std::span<const Tile> tiles() const noexcept { return tiles_; }
+
+  /// Words of a whole mask, and of its first part, which travels.
+  std::size_t words() const noexcept { return words_; }
+  std::size_t exchanged_words() const noexcept { return part_begin_.back(); }
+
+  /// Words of every rank's part, and where a rank's begins.
+  std::span<const std::size_t> part_words() const noexcept { return part_words_; }
+  std::size_t part_begin(int rank) const noexcept { return part_begin_[static_cast<std::size_t>(rank)]; }
+
+  /// Tiles of a rank in payload order: those it selects in, then those of its dense segments.
+  std::size_t first_tile(int rank) const noexcept { return first_tile_[static_cast<std::size_t>(rank)]; }
+  std::size_t first_dense_tile(int rank) const noexcept { return first_dense_tile_[static_cast<std::size_t>(rank)]; }
+
+  /// The tables as host memory; they live as long as the plan.
+  PlanView view() const noexcept { return {tiles_, segments_, first_tile_}; }
+
+  /// Elements kept of a segment, of all, and of every rank's segments.
+  std::size_t kept(const Segment& segment, double density) const noexcept {
+    return kept_count(segment.count, segment.dense ? 1 : density);
+  }
+  std::size_t kept(double density) const noexcept {
+    std::size_t sum = 0;
+    for (const Segment& segment : segments_) sum += kept(segment, density);
+    return sum;
+  }
+  std::vector<std::size_t> kept_by_rank(double density) const {
+    std::vector<std::size_t> sums(static_cast<std::size_t>(ranks_));
+    for (const Segment& segment : segments_) sums[static_cast<std::size_t>(segment.owner)] += kept(segment, density);
+    return sums;
+  }
+
+  /// The same by rank without the dense segments; allocates only where the vector's capacity is below ranks().
+  void selected_by_rank(double density, std::vector<std::size_t>& sums) const {
+    sums.assign(static_cast<std::size_t>(ranks_), 0);
+    for (const Segment& segment : segments_)
+      if (!segment.dense) sums[static_cast<std::size_t>(segment.owner)] += kept(segment, density);
+  }
+
+  /// Equal on two ranks whose layouts are equal; another number, almost surely, where anything differs.
+  std::uint64_t fingerprint() const noexcept {
+    Fingerprint hash;
+    hash.add(std::uint64_t{size_}).add(static_cast<std::uint64_t>(ranks_)).add(std::uint64_t{exact_parts_});
+    for (const Segment& segment : segments_)
+      hash.add(std::uint64_t{segment.begin})
+          .add(std::uint64_t{segment.count})
+          .add(static_cast<std::uint64_t>(segment.owner))
+          .add(std::uint64_t{segment.dense} * 2 + std::uint64_t{segment.decay});
+    return hash.value();
+  }
+
+ private:
+  void check() const {
+    expects(ranks_ >= 1, "layout.ranks()", ranks_, "must be at least 1");
+    expects(segments_.size() <= 0xffffffff, "layout.segments().size()", segments_.size(), "must be below 2^32");
+    std::size_t end = 0;
+    for (std::size_t i = 0; i < segments_.size(); ++i) {
+      const Segment& segment = segments_[i];
+      const std::string name = "layout.segments()[" + std::to_string(i) + "]";
+      expects(segment.begin == end, name + ".begin", segment.begin,
+              "segments must be in order, disjoint and covering; expected " + std::to_string(end));
+      expects(segment.count <= size_ - end, name + ".count", segment.count, "runs past the layout's size");
+      expects(segment.owner >= 0 && segment.owner < ranks_, name + ".owner", segment.owner,
+              "must be a rank, 0 to " + std::to_string(ranks_ - 1));
+      end += segment.count;
+    }
+    expects(end == size_, "layout.size()", size_, "the segments cover " + std::to_string(end) + " elements");
+  }
+
+  void place_parts() {
+    part_words_.assign(static_cast<std::size_t>(ranks_), 0);
+    for (const Segment& segment : segments_)
+      if (!segment.dense) part_words_[static_cast<std::size_t>(segment.owner)] += words_for(segment.count);
+    if (!exact_parts_) part_words_.assign(part_words_.size(), *std::max_element(part_words_.begin(), part_words_.end()));
+    part_begin_.assign(1, 0);
+    for (const std::size_t words : part_words_) part_begin_.push_back(part_begin_.back() + words);
+  }
+
+  void place_tiles() {
+    std::vector<std::vector<std::uint32_t>> owned(static_cast<std::size_t>(ranks_));
+    for (std::size_t i = 0; i < segments_.size(); ++i)
+      owned[static_cast<std::size_t>(segments_[i].owner)].push_back(static_cast<std::uint32_t>(i));
+    std::size_t dense_word = exchanged_words();
+    for (int rank = 0; rank < ranks_; ++rank) {
+      std::size_t word = part_begin(rank);
+      first_tile_.push_back(tiles_.size());
+      for (const std::uint32_t segment : owned[static_cast<std::size_t>(rank)])
+        if (!segments_[segment].dense) append_tiles(segment, word);
+      first_dense_tile_.push_back(tiles_.size());
+      for (const std::uint32_t segment : owned[static_cast<std::size_t>(rank)])
+        if (segments_[segment].dense) append_tiles(segment, dense_word);
+    }
+    first_tile_.push_back(tiles_.size());
+    words_ = dense_word;
+  }
+
+  void append_tiles(std::uint32_t index, std::size_t& word) {
+    const Segment& segment = segments_[index];
+    for (std::size_t done = 0; done < segment.count; done += tile_bits)
+      tiles_.push_back({segment.begin + done, word * word_bits + done,
+                        static_cast<std::uint32_t>(std::min(tile_bits, segment.count - done)), index});
+    word += words_for(segment.count);
+  }
+
+  std::size_t size_;
+  int ranks_;
+  bool exact_parts_;
+  std::size_t words_ = 0;
+  std::vector<Segment> segments_;
+  std::vector<std::size_t> part_words_, part_begin_;
+  std::vector<Tile> tiles_;
+  std::vector<std::size_t> first_tile_, first_dense_tile_;
+};
+
+}  // namespace scape::inline v0

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <scape/arithmetic.hpp>
+#include <scape/mask_plan.hpp>
+#include <scape/memory.hpp>
+#include <scape/step_scalars.hpp>
+#include <scape/stream.hpp>
+
+#include <cstddef>
+#include <span>
+
+namespace scape::inline v0 {
+
+/// How a gradient g joins the state a of its element in plain error feedback: what is not sent is kept and added to the
+/// next gradient. A rule with other members of these names, and optionally `moment`, goes in its place.
+struct ErrorFeedback {
+  SCAPE_HOST_DEVICE float state(float g, float a, bool, bool is_kept) const { return is_kept ? 0.0f : add(a, g); }
+  SCAPE_HOST_DEVICE float payload(float g, float a, bool) const { return add(a, g); }
+};
+
+/// What was not sent yet: the array that every gradient is added to.
+///
+/// Owns 4 bytes a parameter, zero at first, in the memory of M. All work is enqueued on the stream that is given; the
+/// gradient must stay until the stream has passed. Accumulating moves 12 bytes a parameter (gradient and state read,
+/// state written) and two bits, and 4 more for each kept element.
+template <MemoryResource M>
+class ResidualStore {
+ public:
+  template <Stream S>
+  ResidualStore(std::size_t size, M& memory, const S& stream) : values_(size, memory) {
+    fill_values(values_.span(), 0.0f, stream);
+  }
+
+  std::span<float> values() const noexcept { return values_.span(); }
+
+  /// Adds the gradient, gathers the kept elements into `payload` (mask.kept long, by position) and `moments` (the same,
+  /// or empty for a rule without), and leaves what the rule says. `before` is the mask of the step before.
+  template <class G, class Rule, Stream S>
+  void accumulate(std::span<const G> gradient, MaskView before, MaskView mask, std::span<float> payload,
+                  std::span<float> moments, const Rule& rule, const StepScalars& scalars, const S& stream) const {
+    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(),
+            "must be the store's size, " + std::to_string(values_.size()));
+    expects(payload.size() >= mask.kept, "payload.size()", payload.size(),
+            "must be at least the mask's " + std::to_string(mask.kept));
+    accumulate_gradient(gradient, values(), before.words, mask, payload, moments, rule, scalars, stream);
+  }
+
+  /// values += gradient, for algorithms that select from the sum before they send.
+  template <class G, Stream S>
+  void add(std::span<const G> gradient, const S& stream) const {
+    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(),
+            "must be the store's size, " + std::to_string(values_.size()));
+    for_each(values_.size(), AddTo<G>{values_.span().data(), gradient.data()}, stream);
+  }
+
+  /// values = 0 at the mask: they have been sent.
+  template <Stream S>
+  void release(MaskView sent, const S& stream) const {
+    for_each_kept(sent, Clear{values_.span().data()}, stream);
+  }
+
+ private:
+  template <class G>
+  struct AddTo {
+    float* values;
+    const G* gradient;
+    SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
+      values[i] = scape::add(values[i], static_cast<float>(gradient[i]));
+    }
+  };
+  struct Clear {
+    float* values;
+    SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t) const { values[element] = 0; }
+  };
+
+  Buffer<float, M> values_;
+};
+
+}  // namespace scape::inline v0

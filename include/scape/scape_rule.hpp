@@ -1,0 +1,186 @@
+#pragma once
+
+#include <scape/adams_options.hpp>
+#include <scape/arithmetic.hpp>
+#include <scape/fingerprint.hpp>
+#include <scape/mask_plan.hpp>
+#include <scape/memory.hpp>
+#include <scape/step_scalars.hpp>
+#include <scape/stream.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace scape::inline v0 {
+
+/// What divides the moments of step t, counted from 0.
+enum class BiasCorrection {
+  adam,  ///< the first by 1 - beta1^(t+1), the second by 1 - beta2^(t+1)
+  none,
+  adams  ///< the new first moment and the old one inside the second by 1 - beta1^(t+1): the AdamS authors' code
+};
+
+/// By what the owner ranks the elements of its segments for the next mask.
+enum class MaskScore {
+  corrected,  ///< |beta1 m + (1 - beta1) u|, u the owner's own residual plus gradient: known before the payload travels
+  updated     ///< |m| after the update where kept, (1 - beta1) |residual| elsewhere
+};
+
+/// The paper's update rule (ALGORITHM.md, "Rule scape"): an element that leaves the mask gives its first moment back to
+/// the residuals, so the first moment lives on the mask and the residual off it, and both share the ResidualStore's one
+/// array. Besides that the rule owns 4 bytes for each element of the largest payload. Clips the rebuilt gradient.
+struct ScapeRule {
+  BiasCorrection bias_correction = BiasCorrection::adam;
+  MaskScore score = MaskScore::corrected;
+
+  /// Clipped is the reduced payload, not the local gradient.
+  static constexpr bool clips_gradient = false;
+  /// Whether elements of a mask that waits for its turn are scored as if they had been sent.
+  static constexpr bool pending_counts_as_sent = false;
+  /// The residual of an element, given what the store holds and whether the element is kept.
+  SCAPE_HOST_DEVICE static float residual(float state, bool is_kept) { return is_kept ? 0.0f : state; }
+  std::uint64_t fingerprint() const noexcept {
+    return Fingerprint()
+        .add(std::uint64_t{1})
+        .add(static_cast<std::uint64_t>(bias_correction))
+        .add(static_cast<std::uint64_t>(score))
+        .value();
+  }
+
+  // a = residual where the element was off the mask, first moment where it was on it (the other of the two is 0). All
+  // become u + beta1 / (1 - beta1) m = c / (1 - beta1), c being the corrected first moment: off the mask that is the
+  // new residual, and everywhere it is what the mask is scored by. Kept elements send u and set m aside.
+  struct Accumulation {
+    float moment_to_residual;
+    SCAPE_HOST_DEVICE float state(float g, float a, bool was_kept, bool) const {
+      return multiply_add(was_kept ? moment_to_residual : 1.0f, a, g);
+    }
+    SCAPE_HOST_DEVICE float payload(float g, float a, bool was_kept) const { return was_kept ? g : add(a, g); }
+    SCAPE_HOST_DEVICE float moment(float a, bool was_kept) const { return was_kept ? a : 0.0f; }
+  };
+
+  struct Advance {
+    float beta1, beta2, weight_decay;
+    BiasCorrection correction;
+    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
+      now.step += 1;
+      now.beta1_power *= static_cast<double>(beta1);
+      now.beta2_power *= static_cast<double>(beta2);
+      now.decay = static_cast<float>(1.0 - static_cast<double>(now.learning_rate) * static_cast<double>(weight_decay));
+      now.gradient_scale = now.payload_scale = 1;
+      const float first = static_cast<float>(1.0 - now.beta1_power);
+      now.first_correction = correction == BiasCorrection::none ? 1.0f : first;
+      now.old_correction = correction == BiasCorrection::adams ? first : 1.0f;
+      now.second_correction =
+          correction == BiasCorrection::adam ? static_cast<float>(1.0 - now.beta2_power) : 1.0f;
+    }
+  };
+
+  struct Update {
+    float *parameters, *state;
+    const float *payload, *moments;
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon;
+    bool decays;
+
+    SCAPE_HOST_DEVICE bool needs_every(const Segment& segment) const { return decays && segment.decay; }
+    SCAPE_HOST_DEVICE void every(std::size_t i, const StepScalars& now) const {
+      parameters[i] = multiply(now.decay, parameters[i]);
+    }
+    SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, const StepScalars& now) const {
+      const float gradient = multiply(payload[position], now.payload_scale);
+      const float old = divide(moments[position], now.old_correction);
+      const float first = add(multiply(beta1, moments[position]), multiply(one_minus_beta1, gradient));
+      const float second = add(multiply(beta2, multiply(old, old)), multiply(one_minus_beta2, multiply(gradient, gradient)));
+      const float scale = add(square_root(divide(second, now.second_correction)), epsilon);
+      const float step = scale == 0 ? 0.0f : divide(divide(first, now.first_correction), scale);
+      parameters[i] = subtract(parameters[i], multiply(now.learning_rate, step));
+      state[i] = first;
+    }
+  };
+
+  struct ScoreBefore {
+    Accumulation accumulation;
+    const float *gradient, *state;
+    const MaskWord* was;
+    const StepScalars* now;
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
+      const bool was_kept = was[bit / word_bits] >> bit % word_bits & 1;
+      return accumulation.state(multiply(gradient[element], now->gradient_scale), state[element], was_kept, false);
+    }
+  };
+  struct ScoreCorrected {
+    const float* state;
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t) const { return state[element]; }
+  };
+  struct ScoreUpdated {
+    const float* state;
+    const MaskWord* is;
+    float one_minus_beta1;
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
+      const bool is_kept = is[bit / word_bits] >> bit % word_bits & 1;
+      return multiply(is_kept ? 1.0f : one_minus_beta1, state[element]);
+    }
+  };
+
+  template <MemoryResource M>
+  class State;
+};
+
+/// What the rule keeps for an optimizer, and the functors that it hands to the stream's work.
+template <MemoryResource M>
+class ScapeRule::State {
+ public:
+  template <Stream S>
+  State(const ScapeRule& rule, const AdamSOptions& options, std::size_t, std::size_t payload, M& memory, const S&)
+      : rule_(rule), options_(options), moments_(payload, memory) {}
+
+  std::size_t state_bytes() const noexcept { return 0; }
+  std::size_t workspace_bytes() const noexcept { return moments_.bytes(); }
+
+  /// Whether the masks of later steps are scored after the update of this one.
+  bool selects_after_update() const noexcept { return rule_.score == MaskScore::updated; }
+
+  /// Where accumulating sets the kept elements' first moments aside, by payload position.
+  std::span<float> set_aside() const noexcept { return moments_.span(); }
+
+  /// Work of some steps only: none.
+  template <Stream S>
+  void begin(std::size_t, const S&) const {}
+
+  Advance advance() const {
+    return {options_.beta1, options_.beta2, options_.weight_decay, rule_.bias_correction};
+  }
+  Accumulation accumulation() const {
+    return {static_cast<float>(static_cast<double>(options_.beta1) / (1.0 - static_cast<double>(options_.beta1)))};
+  }
+  Update update(std::span<float> parameters, std::span<float> state, std::span<const float> payload) const {
+    return {parameters.data(), state.data(),     payload.data(),           moments_.span().data(), options_.beta1,
+            complement(options_.beta1), options_.beta2, complement(options_.beta2), options_.epsilon,
+            options_.weight_decay != 0};
+  }
+
+  /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
+  template <class Select>
+  void score_before(std::span<const float> gradient, std::span<const float> state, MaskView before,
+                    const StepScalars& now, Select select) const {
+    select(ScoreBefore{accumulation(), gradient.data(), state.data(), before.words.data(), &now});
+  }
+  template <class Select>
+  void score_after(std::span<const float>, std::span<const float> state, MaskView mask, std::span<const MaskWord>,
+                   const StepScalars&, Select select) const {
+    if (rule_.score == MaskScore::corrected)
+      select(ScoreCorrected{state.data()});
+    else
+      select(ScoreUpdated{state.data(), mask.words.data(), complement(options_.beta1)});
+  }
+
+ private:
+  static float complement(float beta) { return static_cast<float>(1.0 - static_cast<double>(beta)); }
+
+  ScapeRule rule_;
+  AdamSOptions options_;
+  Buffer<float, M> moments_;
+};
+
+}  // namespace scape::inline v0

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <scape/arithmetic.hpp>
+#include <scape/error.hpp>
+#include <scape/mask_plan.hpp>
+#include <scape/stream.hpp>
+
+#include <concepts>
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace scape::inline v0 {
+
+/// How much an element is worth: a cheap pure function of its index in parameter space and its bit in mask space, called
+/// on the fly, any number of times, on any thread. Elements are ranked by |score|.
+template <class F>
+concept Score = std::copyable<F> && requires(const F& score, std::size_t element, std::size_t bit) {
+  { score(element, bit) } -> std::same_as<float>;
+};
+
+/// The score of an array of values: each one's magnitude.
+struct Magnitude {
+  const float* values;
+  SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t) const { return values[element]; }
+};
+
+/// Exact top-k of a score on each segment that a rank owns, straight to the bits of a mask.
+///
+/// Owns nothing; keeps a pointer to the plan, which must outlive it and its work. select() enqueues on the stream and
+/// returns: what the score reads, mask and workspace must live, and the former stay unchanged, until the stream has
+/// passed. The rank's part of the mask is written, padding included, and nothing else.
+/// Exactly k = max(1, floor(density * n + 1e-6)) bits are set in a segment of n > 0 elements, whatever the scores: those
+/// of the largest magnitudes, denormals counted, -0 equal to +0, every NaN above infinity; among equals the lower index
+/// comes first. The result does not depend on threads or backend.
+/// Throws std::invalid_argument on a wrong argument, before anything is enqueued.
+/// Moves 8 bytes an element in the rank's segments (4 where all are kept none), plus 1/8 of bits: two reads of float32
+/// scores in the common case, up to four where many nearly agree.
+/// Source: the selection rule of SCAPE (arXiv 2607.01678); radix selection as in AIR Top-K (Zhang et al., SC'23).
+class TopKMasker {
+ public:
+  TopKMasker(const MaskPlan& plan, int rank) : plan_(&plan), rank_(rank) {
+    expects(rank >= 0 && rank < plan.ranks(), "rank", rank, "must be 0 to " + std::to_string(plan.ranks() - 1));
+  }
+
+  /// Bytes of scratch that select() needs, at any density.
+  template <Stream S>
+  std::size_t workspace_bytes(const S& stream) const {
+    static_assert(requires { select_workspace_bytes(*plan_, rank_, stream); },
+                  "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
+    return select_workspace_bytes(*plan_, rank_, stream);
+  }
+
+  /// Writes the rank's part of `mask`, which holds all of plan.words().
+  template <Score F, Stream S>
+  void select(F score, double density, std::span<MaskWord> mask, std::span<std::byte> workspace,
+              const S& stream) const {
+    static_assert(requires { select_top(*plan_, rank_, density, score, mask, workspace, stream); },
+                  "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
+    expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
+    expects(mask.size() == plan_->words(), "mask.size()", mask.size(),
+            "must be plan.words(), " + std::to_string(plan_->words()));
+    const std::size_t needed = workspace_bytes(stream);
+    expects(workspace.size() >= needed, "workspace.size()", workspace.size(),
+            "must be at least workspace_bytes(), " + std::to_string(needed));
+    select_top(*plan_, rank_, density, score, mask, workspace, stream);
+  }
+
+  /// The same by the magnitudes of `values`, an array over all of parameter space.
+  template <Stream S>
+  void select(std::span<const float> values, double density, std::span<MaskWord> mask, std::span<std::byte> workspace,
+              const S& stream) const {
+    expects(values.size() == plan_->size(), "values.size()", values.size(),
+            "must be plan.size(), " + std::to_string(plan_->size()));
+    select(Magnitude{values.data()}, density, mask, workspace, stream);
+  }
+
+ private:
+  const MaskPlan* plan_;
+  int rank_;
+};
+
+}  // namespace scape::inline v0

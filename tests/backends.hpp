@@ -1,0 +1,49 @@
+#pragma once
+
+#include <scape/host/stream.hpp>
+#include <scape/memory.hpp>
+
+#include <cstddef>
+#include <span>
+#include <utility>
+#include <vector>
+
+// What a test body needs of a backend: a stream, and arrays in the memory that the stream's work reads and writes.
+// Bodies are written once, as TEST_CASE_TEMPLATE("...", Backend, SCAPE_BACKENDS).
+struct HostBackend {
+  using Stream = scape::HostStream;
+  template <class T>
+  using Array = scape::Buffer<T, scape::HostMemory>;
+
+  scape::HostPool pool;
+  scape::HostMemory memory;
+  Stream stream;
+
+  explicit HostBackend(int threads = 2) : pool(threads), stream(pool) {}
+  HostBackend(int threads, scape::HostPool::Runner runner) : pool(threads, std::move(runner)), stream(pool) {}
+
+  // One more: a stream whose work has thrown is of no use any longer.
+  Stream new_stream() { return Stream(pool); }
+
+  template <class T>
+  Array<T> array(std::span<const T> values) {
+    Array<T> result(values.size(), memory);
+    scape::copy_values(values, result.span(), stream);
+    stream.synchronize();
+    return result;
+  }
+  template <class T>
+  Array<T> array(const std::vector<T>& values) {
+    return array(std::span<const T>(values));
+  }
+
+  template <class T>
+  std::vector<T> read(const Array<T>& array) {
+    std::vector<T> values(array.size());
+    scape::copy_values(std::span<const T>(array.span()), std::span<T>(values), stream);
+    stream.synchronize();
+    return values;
+  }
+};
+
+#define SCAPE_BACKENDS HostBackend
