@@ -35,6 +35,12 @@ SCAPE_HOST_DEVICE inline float magnitude(float a) { return std::fabs(a); }
 /// a * b + c with two roundings.
 SCAPE_HOST_DEVICE inline float multiply_add(float a, float b, float c) { return add(multiply(a, b), c); }
 
+/// condition ? a : b without a branch: GCC does not vectorise loops over the plain form, since either side might trap.
+SCAPE_HOST_DEVICE inline float choose(bool condition, float a, float b) {
+  const std::uint32_t x = std::bit_cast<std::uint32_t>(a), y = std::bit_cast<std::uint32_t>(b);
+  return std::bit_cast<float>(y ^ ((x ^ y) & (0u - static_cast<std::uint32_t>(condition))));
+}
+
 /// The integer by which scores are ranked: the bits of |score|; every NaN is the largest, -0 equals +0, denormals count.
 SCAPE_HOST_DEVICE inline std::uint32_t score_key(float score) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(score) & 0x7fffffffu;

@@ -59,7 +59,7 @@ struct ClockRule {
   struct Advance {
     SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
       now.step += 1;
-      now.gradient_scale = now.payload_scale = 1;
+      now.gradient_scale = 1;
     }
   };
 
@@ -79,19 +79,24 @@ struct ClockRule {
 
     SCAPE_HOST_DEVICE bool needs_every(const Segment&) const { return false; }
     SCAPE_HOST_DEVICE void every(std::size_t, const StepScalars&) const {}
-    SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool decay, const StepScalars& now) const {
+    SCAPE_HOST_DEVICE float second_moment(std::size_t i, std::size_t position, const StepScalars& now) const {
+      const unsigned n = clocks.steps(i, now.step);
+      const Powers power = clocks.at(n);
+      const float gradient = divide(payload[position], static_cast<float>(n));
+      return add(multiply(power.beta2, multiply(moments[i], moments[i])),
+                 multiply(power.one_minus_beta2, multiply(gradient, gradient)));
+    }
+    SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool decay, float root,
+                                const StepScalars& now) const {
       const unsigned n = clocks.steps(i, now.step);
       const Powers power = clocks.at(n);
       const float count = static_cast<float>(n);
-      const float gradient = divide(multiply(payload[position], now.payload_scale), count);
-      const float old = moments[i];
-      const float first = add(multiply(power.beta1, old), multiply(power.one_minus_beta1, gradient));
-      const float second = add(multiply(power.beta2, multiply(old, old)),
-                               multiply(power.one_minus_beta2, multiply(gradient, gradient)));
-      const float scale = add(square_root(second), epsilon);
-      const float step = scale == 0 ? 0.0f : divide(first, scale);
-      const float pull = decay ? multiply(weight_decay, parameters[i]) : 0.0f;
-      const float rate = multiply(now.learning_rate, count < cap ? count : cap);
+      const float gradient = divide(payload[position], count);
+      const float first = add(multiply(power.beta1, moments[i]), multiply(power.one_minus_beta1, gradient));
+      const float scale = add(root, epsilon);  // 0 only where the first moment is: no step then
+      const float step = divide(first, choose(scale == 0, 1.0f, scale));
+      const float pull = multiply(choose(decay, weight_decay, 0.0f), parameters[i]);
+      const float rate = multiply(now.learning_rate, choose(count < cap, count, cap));
       parameters[i] = subtract(parameters[i], multiply(rate, add(step, pull)));
       moments[i] = first;
       clocks.last[i] = static_cast<std::uint16_t>(now.step);
@@ -112,7 +117,7 @@ struct ClockRule {
       const unsigned n = is_sent ? 1 : clocks.steps(element, now->step + ahead);
       const Powers power = clocks.at(n);
       const float count = static_cast<float>(n);
-      const float sum = add(is_sent ? 0.0f : residual[element], multiply(gradient[element], now->gradient_scale));
+      const float sum = add(choose(is_sent, 0.0f, residual[element]), multiply(gradient[element], now->gradient_scale));
       return multiply(count, add(multiply(power.beta1, moments[element]),
                                  multiply(power.one_minus_beta1, divide(sum, count))));
     }

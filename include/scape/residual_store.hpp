@@ -14,7 +14,7 @@ namespace scape::inline v0 {
 /// How a gradient g joins the state a of its element in plain error feedback: what is not sent is kept and added to the
 /// next gradient. A rule with other members of these names, and optionally `moment`, goes in its place.
 struct ErrorFeedback {
-  SCAPE_HOST_DEVICE float state(float g, float a, bool, bool is_kept) const { return is_kept ? 0.0f : add(a, g); }
+  SCAPE_HOST_DEVICE float state(float g, float a, bool, bool is_kept) const { return choose(is_kept, 0.0f, add(a, g)); }
   SCAPE_HOST_DEVICE float payload(float g, float a, bool) const { return add(a, g); }
 };
 

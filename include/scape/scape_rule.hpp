@@ -48,16 +48,17 @@ struct ScapeRule {
         .value();
   }
 
-  // a = residual where the element was off the mask, first moment where it was on it (the other of the two is 0). All
+  // In Update, `root` is the square root of second_moment(): apart, since hosts take many roots at once.
+  // In Accumulation, a = residual where the element was off the mask, first moment where it was on it (the other of the two is 0). All
   // become u + beta1 / (1 - beta1) m = c / (1 - beta1), c being the corrected first moment: off the mask that is the
   // new residual, and everywhere it is what the mask is scored by. Kept elements send u and set m aside.
   struct Accumulation {
     float moment_to_residual;
     SCAPE_HOST_DEVICE float state(float g, float a, bool was_kept, bool) const {
-      return multiply_add(was_kept ? moment_to_residual : 1.0f, a, g);
+      return multiply_add(choose(was_kept, moment_to_residual, 1.0f), a, g);
     }
-    SCAPE_HOST_DEVICE float payload(float g, float a, bool was_kept) const { return was_kept ? g : add(a, g); }
-    SCAPE_HOST_DEVICE float moment(float a, bool was_kept) const { return was_kept ? a : 0.0f; }
+    SCAPE_HOST_DEVICE float payload(float g, float a, bool was_kept) const { return add(choose(was_kept, 0.0f, a), g); }
+    SCAPE_HOST_DEVICE float moment(float a, bool was_kept) const { return choose(was_kept, a, 0.0f); }
   };
 
   struct Advance {
@@ -87,13 +88,17 @@ struct ScapeRule {
     SCAPE_HOST_DEVICE void every(std::size_t i, const StepScalars& now) const {
       parameters[i] = multiply(now.decay, parameters[i]);
     }
-    SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, const StepScalars& now) const {
+    SCAPE_HOST_DEVICE float second_moment(std::size_t, std::size_t position, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);
       const float old = divide(moments[position], now.old_correction);
-      const float first = add(multiply(beta1, moments[position]), multiply(one_minus_beta1, gradient));
       const float second = add(multiply(beta2, multiply(old, old)), multiply(one_minus_beta2, multiply(gradient, gradient)));
-      const float scale = add(square_root(divide(second, now.second_correction)), epsilon);
-      const float step = scale == 0 ? 0.0f : divide(divide(first, now.first_correction), scale);
+      return divide(second, now.second_correction);
+    }
+    SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, float root, const StepScalars& now) const {
+      const float gradient = multiply(payload[position], now.payload_scale);
+      const float first = add(multiply(beta1, moments[position]), multiply(one_minus_beta1, gradient));
+      const float scale = add(root, epsilon);  // 0 only where the first moment is: no step then
+      const float step = divide(divide(first, now.first_correction), choose(scale == 0, 1.0f, scale));
       parameters[i] = subtract(parameters[i], multiply(now.learning_rate, step));
       state[i] = first;
     }
@@ -119,7 +124,7 @@ struct ScapeRule {
     float one_minus_beta1;
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
       const bool is_kept = is[bit / word_bits] >> bit % word_bits & 1;
-      return multiply(is_kept ? 1.0f : one_minus_beta1, state[element]);
+      return multiply(choose(is_kept, 1.0f, one_minus_beta1), state[element]);
     }
   };
 

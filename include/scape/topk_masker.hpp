@@ -12,8 +12,8 @@
 
 namespace scape::inline v0 {
 
-/// How much an element is worth: a cheap pure function of its index in parameter space and its bit in mask space, called
-/// on the fly, any number of times, on any thread. Elements are ranked by |score|.
+/// How much an element is worth: a cheap pure function of its index in parameter space and its bit in mask space,
+/// called on the fly, any number of times, on any thread. Elements are ranked by |score|.
 template <class F>
 concept Score = std::copyable<F> && requires(const F& score, std::size_t element, std::size_t bit) {
   { score(element, bit) } -> std::same_as<float>;
@@ -30,13 +30,12 @@ struct Magnitude {
 /// Owns nothing; keeps a pointer to the plan, which must outlive it and its work. select() enqueues on the stream and
 /// returns: what the score reads, mask and workspace must live, and the former stay unchanged, until the stream has
 /// passed. The rank's part of the mask is written, padding included, and nothing else.
-/// Exactly k = max(1, floor(density * n + 1e-6)) bits are set in a segment of n > 0 elements, whatever the scores: those
-/// of the largest magnitudes, denormals counted, -0 equal to +0, every NaN above infinity; among equals the lower index
-/// comes first. The result does not depend on threads or backend.
-/// Throws std::invalid_argument on a wrong argument, before anything is enqueued.
-/// Moves 8 bytes an element in the rank's segments (4 where all are kept none), plus 1/8 of bits: two reads of float32
-/// scores in the common case, up to four where many nearly agree.
-/// Source: the selection rule of SCAPE (arXiv 2607.01678); radix selection as in AIR Top-K (Zhang et al., SC'23).
+/// Exactly k = max(1, floor(density * n + 1e-6)) bits are set in a segment of n > 0 elements, whatever the scores:
+/// those of the largest magnitudes, denormals counted, -0 equal to +0, every NaN above infinity; among equals the lower
+/// index comes first. The result does not depend on threads or backend. Throws std::invalid_argument on a wrong
+/// argument, before anything is enqueued. Moves 8.125 bytes an element of the rank's segments for scores of 4: two
+/// reads and the bits. Up to four reads where many scores nearly agree, none at density 1. Source: the selection rule
+/// of SCAPE (arXiv 2607.01678); radix selection as in AIR Top-K (Zhang et al., SC'23).
 class TopKMasker {
  public:
   TopKMasker(const MaskPlan& plan, int rank) : plan_(&plan), rank_(rank) {
@@ -46,8 +45,9 @@ class TopKMasker {
   /// Bytes of scratch that select() needs, at any density.
   template <Stream S>
   std::size_t workspace_bytes(const S& stream) const {
-    static_assert(requires { select_workspace_bytes(*plan_, rank_, stream); },
-                  "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
+    static_assert(
+        requires { select_workspace_bytes(*plan_, rank_, stream); },
+        "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
     return select_workspace_bytes(*plan_, rank_, stream);
   }
 
@@ -55,8 +55,9 @@ class TopKMasker {
   template <Score F, Stream S>
   void select(F score, double density, std::span<MaskWord> mask, std::span<std::byte> workspace,
               const S& stream) const {
-    static_assert(requires { select_top(*plan_, rank_, density, score, mask, workspace, stream); },
-                  "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
+    static_assert(
+        requires { select_top(*plan_, rank_, density, score, mask, workspace, stream); },
+        "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
     expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
     expects(mask.size() == plan_->words(), "mask.size()", mask.size(),
             "must be plan.words(), " + std::to_string(plan_->words()));

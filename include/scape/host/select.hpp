@@ -26,8 +26,8 @@ inline constexpr std::size_t few_candidates = 2048;           // most that are s
 struct alignas(64) SelectChunk {
   std::array<std::uint32_t, 2048> bins;  ///< keys by their next 11 or 10 bits
   std::size_t inside;                    ///< keys in the range in which the k-th lies
-  std::size_t kept;                      ///< how many of them are kept: the first ones, all are equal or all are kept
-  std::size_t first, last;               ///< its range of the candidates
+  std::size_t kept;                      ///< how many of those are kept: the first ones, where not all
+  std::size_t first, last;               ///< its candidates
 };
 
 /// Elements of a chunk: at least 65,536, and so many that a segment has at most 512 chunks.
@@ -36,7 +36,7 @@ inline std::size_t chunk_elements(std::size_t count) noexcept {
 }
 inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) / chunk_elements(count) + 1; }
 
-/// Bytes of candidates: enough for a bin's share of any even density of keys, which is 1/16 at most.
+/// Room for candidates: a bin of evenly spread values holds 1/16 of them at most.
 inline std::size_t candidates_for(std::size_t count) noexcept { return count / 14; }
 
 template <class Score>
@@ -57,16 +57,24 @@ SCAPE_HOST_LOOP inline void compare_keys(const std::uint32_t* keys, std::size_t 
 /// Finds the k largest keys of one segment, the lower index first where they are equal, and writes its words.
 ///
 /// Radix selection: a histogram of the keys' top 11 bits tells in which bin the k-th lies; the next read writes the
-/// bits of what is above it and collects what is inside, in order of index, as candidates, among which the histograms of
-/// the next 10 and last 10 bits decide. A bin with more keys than there is room is narrowed by further reads instead.
+/// bits of what is above it and collects what is inside, in order of index, as candidates, among which the histograms
+/// of the next 10 and last 10 bits decide. A bin with more keys than there is room is narrowed by further reads
+/// instead.
 template <class Score>
 class Selection {
  public:
   /// With a pool, all chunks at once; without, there is one chunk.
   Selection(Score score, std::size_t element, std::size_t bit, std::size_t count, MaskWord* words,
             std::span<SelectChunk> chunks, std::span<std::uint64_t> candidates, HostPool* pool)
-      : score_(score), element_(element), bit_(bit), count_(count), words_(words), chunks_(chunks),
-        chunk_size_(chunks.size() == 1 ? count : chunk_elements(count)), candidates_(candidates), pool_(pool) {}
+      : score_(score),
+        element_(element),
+        bit_(bit),
+        count_(count),
+        words_(words),
+        chunks_(chunks),
+        chunk_size_(chunks.size() == 1 ? count : chunk_elements(count)),
+        candidates_(candidates),
+        pool_(pool) {}
 
   void select(std::size_t k) {
     if (k == count_) return for_chunks([this](std::size_t i) { keep_all(i); });
@@ -248,7 +256,8 @@ class Selection {
 
 }  // namespace detail
 
-/// Bytes that select_top works in: 0.7 an element of the rank's largest segment, 0.58 from 2^28 elements on.
+/// Bytes that select_top works in: 0.7 an element of the rank's largest segment, 0.6 from 2^28 elements on; none where
+/// no segment has more than 131,072.
 inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const HostStream&) {
   std::size_t largest = 0;
   for (const Segment& segment : plan.segments())
@@ -259,8 +268,8 @@ inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const 
 }
 
 /// Writes the rank's part of a mask: in each of its segments the bits of the k largest score_key(score(element, bit)),
-/// the lower index first where keys are equal. Reads the scores twice; more often only where more than 1/14 of them
-/// agree in exponent and three bits of the mantissa.
+/// the lower index first where keys are equal. Computes every score twice; three or four times only where more than
+/// 1/14 of a segment agree with the k-th in exponent and three bits of the mantissa.
 template <class Score>
 void select_top(const MaskPlan& plan, int rank, double density, Score score, std::span<MaskWord> words,
                 std::span<std::byte> workspace, const HostStream& stream) {

@@ -14,6 +14,10 @@
 #include <cstdint>
 #include <span>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace scape::inline v0 {
 
 namespace detail {
@@ -59,20 +63,31 @@ SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, const G* gradient, float*
   }
 }
 
-template <class F>
-SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::size_t position, F body) {
+// Every kept element of a tile: full(element, position) for each 32 that a word full of ones stands for, one(element,
+// position) for the others.
+template <class Full, class One>
+SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::size_t position, Full full, One one) {
   words += tile.bit / word_bits;
   for (std::size_t first = 0; first < tile.count; first += word_bits, ++words) {
     const std::size_t element = tile.element + first;
     if (*words == ~MaskWord{0}) {
-      SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < word_bits; ++i) body(element + i, position + i);
+      full(element, position);
       position += word_bits;
     } else {
       for (MaskWord bits = *words; bits != 0; bits &= bits - 1)
-        body(element + static_cast<std::size_t>(std::countr_zero(bits)), position++);
+        one(element + static_cast<std::size_t>(std::countr_zero(bits)), position++);
     }
   }
+}
+
+// GCC does not vectorise std::sqrt, which may set errno.
+inline void take_square_roots(std::array<float, word_bits>& values) {
+#if defined(__SSE2__)
+  for (std::size_t i = 0; i < word_bits; i += 4)
+    _mm_storeu_ps(values.data() + i, _mm_sqrt_ps(_mm_loadu_ps(values.data() + i)));
+#else
+  for (float& value : values) value = square_root(value);
+#endif
 }
 
 template <class F>
@@ -156,13 +171,18 @@ template <class F>
 void for_each_kept(MaskView mask, F f, const HostStream& stream) {
   stream.enqueue([=, &pool = stream.pool()] {
     pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
-      detail::visit_kept(mask.plan.tiles[i], mask.words.data(), mask.offsets[i], f);
+      const auto full = [f](std::size_t element, std::size_t position) {
+        SCAPE_INDEPENDENT_ITERATIONS
+        for (std::size_t i = 0; i < word_bits; ++i) f(element + i, position + i);
+      };
+      detail::visit_kept(mask.plan.tiles[i], mask.words.data(), mask.offsets[i], full, f);
     });
   });
 }
 
 /// For every element of a segment where rule.needs_every(segment): rule.every(element, scalars); then for every kept
-/// element: rule.kept(element, position, segment.decay, scalars).
+/// element: rule.kept(element, position, segment.decay, root, scalars), where root is the square root of
+/// rule.second_moment(element, position, scalars).
 template <class F>
 void update(MaskView mask, F rule, const StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
@@ -171,10 +191,17 @@ void update(MaskView mask, F rule, const StepScalars& scalars, const HostStream&
       const Segment& segment = mask.plan.segments[tile.segment];
       const StepScalars now = scalars;
       if (rule.needs_every(segment)) detail::visit_all(tile, now, rule);
-      detail::visit_kept(tile, mask.words.data(), mask.offsets[i],
-                         [rule, now, decay = segment.decay](std::size_t element, std::size_t position) {
-                           rule.kept(element, position, decay, now);
-                         });
+      const auto full = [rule, now, decay = segment.decay](std::size_t element, std::size_t position) {
+        std::array<float, word_bits> roots;
+        for (std::size_t i = 0; i < word_bits; ++i) roots[i] = rule.second_moment(element + i, position + i, now);
+        detail::take_square_roots(roots);
+        SCAPE_INDEPENDENT_ITERATIONS
+        for (std::size_t i = 0; i < word_bits; ++i) rule.kept(element + i, position + i, decay, roots[i], now);
+      };
+      const auto one = [rule, now, decay = segment.decay](std::size_t element, std::size_t position) {
+        rule.kept(element, position, decay, square_root(rule.second_moment(element, position, now)), now);
+      };
+      detail::visit_kept(tile, mask.words.data(), mask.offsets[i], full, one);
     });
   });
 }
