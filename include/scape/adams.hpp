@@ -225,7 +225,7 @@ class AdamS {
   }
 
   void finish_report(StepReport& report, std::size_t kept_before, MaskView mask, const S& compute) {
-    squared_norm(plan_.tiles().size() * tile_bits, ResidualAt{mask, store_.values().data()}, partials_.span(),
+    squared_norm(plan_.tiles().size() * tile_bits, ResidualAt{mask.plan.tiles.data(), mask.words.data(), store_.values().data()}, partials_.span(),
                  scalars().squared_residual, compute);
     copy_values(std::span<const StepScalars>(scalars_.span()), std::span<StepScalars>(host_scalars_), compute);
     compute.synchronize();
@@ -321,13 +321,14 @@ class AdamS {
   };
   // The residual of the i-th place of the tiles, each tile taken as tile_bits long.
   struct ResidualAt {
-    MaskView mask;
+    const Tile* tiles;
+    const MaskWord* words;
     const float* store;
     SCAPE_HOST_DEVICE float operator()(std::size_t i) const {
-      const Tile& tile = mask.plan.tiles.data()[i / tile_bits];
+      const Tile& tile = tiles[i / tile_bits];
       const std::size_t place = i % tile_bits, bit = tile.bit + place;
-      if (place >= tile.count) return 0;
-      return R::residual(store[tile.element + place], mask.words.data()[bit / word_bits] >> bit % word_bits & 1);
+      return place < tile.count ? R::residual(store[tile.element + place], words[bit / word_bits] >> bit % word_bits & 1)
+                                : 0.0f;
     }
   };
 

@@ -22,14 +22,16 @@ SCAPE_HOST_DEVICE inline float add(float a, float b) { return __fadd_rn(a, b); }
 SCAPE_HOST_DEVICE inline float subtract(float a, float b) { return __fsub_rn(a, b); }
 SCAPE_HOST_DEVICE inline float divide(float a, float b) { return __fdiv_rn(a, b); }
 SCAPE_HOST_DEVICE inline float square_root(float a) { return __fsqrt_rn(a); }
-SCAPE_HOST_DEVICE inline float magnitude(float a) { return fabsf(a); }
+SCAPE_HOST_DEVICE inline std::uint32_t bits_of(float a) { return __float_as_uint(a); }
+SCAPE_HOST_DEVICE inline float float_of(std::uint32_t bits) { return __uint_as_float(bits); }
 #else
 SCAPE_HOST_DEVICE inline float multiply(float a, float b) { return a * b; }
 SCAPE_HOST_DEVICE inline float add(float a, float b) { return a + b; }
 SCAPE_HOST_DEVICE inline float subtract(float a, float b) { return a - b; }
 SCAPE_HOST_DEVICE inline float divide(float a, float b) { return a / b; }
 SCAPE_HOST_DEVICE inline float square_root(float a) { return std::sqrt(a); }
-SCAPE_HOST_DEVICE inline float magnitude(float a) { return std::fabs(a); }
+SCAPE_HOST_DEVICE inline std::uint32_t bits_of(float a) { return std::bit_cast<std::uint32_t>(a); }
+SCAPE_HOST_DEVICE inline float float_of(std::uint32_t bits) { return std::bit_cast<float>(bits); }
 #endif
 
 /// a * b + c with two roundings.
@@ -37,13 +39,13 @@ SCAPE_HOST_DEVICE inline float multiply_add(float a, float b, float c) { return 
 
 /// condition ? a : b without a branch: GCC does not vectorise loops over the plain form, since either side might trap.
 SCAPE_HOST_DEVICE inline float choose(bool condition, float a, float b) {
-  const std::uint32_t x = std::bit_cast<std::uint32_t>(a), y = std::bit_cast<std::uint32_t>(b);
-  return std::bit_cast<float>(y ^ ((x ^ y) & (0u - static_cast<std::uint32_t>(condition))));
+  const std::uint32_t x = bits_of(a), y = bits_of(b);
+  return float_of(y ^ ((x ^ y) & (0u - static_cast<std::uint32_t>(condition))));
 }
 
 /// The integer by which scores are ranked: the bits of |score|; every NaN is the largest, -0 equals +0, denormals count.
 SCAPE_HOST_DEVICE inline std::uint32_t score_key(float score) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(score) & 0x7fffffffu;
+  const std::uint32_t bits = bits_of(score) & 0x7fffffffu;
   return bits > 0x7f800000u ? 0x7fffffffu : bits;
 }
 

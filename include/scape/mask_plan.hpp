@@ -1,5 +1,6 @@
 #pragma once
 
+#include <scape/arithmetic.hpp>
 #include <scape/communicator.hpp>
 #include <scape/fingerprint.hpp>
 #include <scape/layout.hpp>
@@ -19,7 +20,9 @@ inline constexpr std::size_t word_bits = 32;
 /// Bits of a mask that are worked on at once: 16 KiB of floats, so a tile of three arrays stays in a core's first cache.
 inline constexpr std::size_t tile_bits = 4096;
 
-constexpr std::size_t words_for(std::size_t bits) noexcept { return bits / word_bits + (bits % word_bits != 0); }
+SCAPE_HOST_DEVICE constexpr std::size_t words_for(std::size_t bits) noexcept {
+  return bits / word_bits + (bits % word_bits != 0);
+}
 
 /// Elements that a segment of `count` elements keeps: max(1, floor(density * count + 1e-6)), all at density >= 1.
 inline std::size_t kept_count(std::size_t count, double density) noexcept {

@@ -15,7 +15,7 @@ namespace scape::inline v0 {
 /// How much an element is worth: a cheap pure function of its index in parameter space and its bit in mask space,
 /// called on the fly, any number of times, on any thread. Elements are ranked by |score|.
 template <class F>
-concept Score = std::copyable<F> && requires(const F& score, std::size_t element, std::size_t bit) {
+concept ScoreFunction = std::copy_constructible<F> && requires(const F& score, std::size_t element, std::size_t bit) {
   { score(element, bit) } -> std::same_as<float>;
 };
 
@@ -32,10 +32,14 @@ struct Magnitude {
 /// passed. The rank's part of the mask is written, padding included, and nothing else.
 /// Exactly k = max(1, floor(density * n + 1e-6)) bits are set in a segment of n > 0 elements, whatever the scores:
 /// those of the largest magnitudes, denormals counted, -0 equal to +0, every NaN above infinity; among equals the lower
-/// index comes first. The result does not depend on threads or backend. Throws std::invalid_argument on a wrong
-/// argument, before anything is enqueued. Moves 8.125 bytes an element of the rank's segments for scores of 4: two
-/// reads and the bits. Up to four reads where many scores nearly agree, none at density 1. Source: the selection rule
-/// of SCAPE (arXiv 2607.01678); radix selection as in AIR Top-K (Zhang et al., SC'23).
+/// index comes first. The result does not depend on threads or backend.
+///
+/// Throws std::invalid_argument on a wrong argument, before anything is enqueued.
+///
+/// Moves 8.125 bytes an element of the rank's segments where a score reads 4: two reads and the bits. Up to four reads
+/// where many scores nearly agree, none at density 1.
+///
+/// Source: the selection rule of SCAPE (arXiv 2607.01678); radix selection as in AIR Top-K (Zhang et al., SC'23).
 class TopKMasker {
  public:
   TopKMasker(const MaskPlan& plan, int rank) : plan_(&plan), rank_(rank) {
@@ -52,7 +56,7 @@ class TopKMasker {
   }
 
   /// Writes the rank's part of `mask`, which holds all of plan.words().
-  template <Score F, Stream S>
+  template <ScoreFunction F, Stream S>
   void select(F score, double density, std::span<MaskWord> mask, std::span<std::byte> workspace,
               const S& stream) const {
     static_assert(
