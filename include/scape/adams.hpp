@@ -58,7 +58,7 @@ class AdamS {
         tables_(plan_, memory, compute),
         scalars_(1, memory),
         masks_(plan_, tables_.view(), communicator.rank(), options.masks(), memory, compute),
-        masker_(plan_, communicator.rank()),
+        masker_(plan_, tables_.view(), communicator.rank()),
         store_(plan_.size(), memory, compute),
         reducer_(plan_.kept(options.masks().density.largest()), memory),
         rule_(rule, options, plan_.size(), reducer_.capacity(), memory, compute),
@@ -67,6 +67,7 @@ class AdamS {
         partials_(norm_partials(std::max(plan_.size(), plan_.tiles().size() * tile_bits), compute), memory) {
     expects(plan_.ranks() == communicator.size(), "layout.ranks()", plan_.ranks(),
             "must be the communicator's size, " + std::to_string(communicator.size()));
+    fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), Reset{}, compute);
     compute.synchronize();
     if (plan_.ranks() > 1) check_agreement(rule, memory);

@@ -5,7 +5,6 @@
 #include <scape/fingerprint.hpp>
 #include <scape/layout.hpp>
 
-#include <cmath>
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -25,9 +24,14 @@ SCAPE_HOST_DEVICE constexpr std::size_t words_for(std::size_t bits) noexcept {
 }
 
 /// Elements that a segment of `count` elements keeps: max(1, floor(density * count + 1e-6)), all at density >= 1.
-inline std::size_t kept_count(std::size_t count, double density) noexcept {
+SCAPE_HOST_DEVICE inline std::size_t kept_count(std::size_t count, double density) noexcept {
   if (count == 0 || density >= 1) return count;
-  const std::size_t kept = static_cast<std::size_t>(std::floor(density * static_cast<double>(count) + 1e-6));
+#if defined(__CUDA_ARCH__)  // two roundings, as on the host
+  const double share = __dadd_rn(__dmul_rn(density, static_cast<double>(count)), 1e-6);
+#else
+  const double share = density * static_cast<double>(count) + 1e-6;
+#endif
+  const std::size_t kept = static_cast<std::size_t>(share);
   return kept < 1 ? 1 : kept > count ? count : kept;
 }
 
@@ -37,6 +41,7 @@ struct Tile {
   std::size_t bit;        ///< its bit in mask space; a multiple of word_bits
   std::uint32_t count;    ///< elements
   std::uint32_t segment;  ///< index into the layout's segments
+  std::uint32_t large;    ///< which of its owner's segments of more than one tile that one is; dense ones not counted
 };
 
 /// The tables of a MaskPlan, in memory that the stream's work can read.
@@ -164,22 +169,23 @@ class MaskPlan {
     std::size_t dense_word = exchanged_words();
     for (int rank = 0; rank < ranks_; ++rank) {
       std::size_t word = part_begin(rank);
+      std::uint32_t large = 0;
       first_tile_.push_back(tiles_.size());
       for (const std::uint32_t segment : owned[static_cast<std::size_t>(rank)])
-        if (!segments_[segment].dense) append_tiles(segment, word);
+        if (!segments_[segment].dense) append_tiles(segment, word, segments_[segment].count > tile_bits ? large++ : 0);
       first_dense_tile_.push_back(tiles_.size());
       for (const std::uint32_t segment : owned[static_cast<std::size_t>(rank)])
-        if (segments_[segment].dense) append_tiles(segment, dense_word);
+        if (segments_[segment].dense) append_tiles(segment, dense_word, 0);
     }
     first_tile_.push_back(tiles_.size());
     words_ = dense_word;
   }
 
-  void append_tiles(std::uint32_t index, std::size_t& word) {
+  void append_tiles(std::uint32_t index, std::size_t& word, std::uint32_t large) {
     const Segment& segment = segments_[index];
     for (std::size_t done = 0; done < segment.count; done += tile_bits)
       tiles_.push_back({segment.begin + done, word * word_bits + done,
-                        static_cast<std::uint32_t>(std::min(tile_bits, segment.count - done)), index});
+                        static_cast<std::uint32_t>(std::min(tile_bits, segment.count - done)), index, large});
     word += words_for(segment.count);
   }
 

@@ -8,7 +8,7 @@
 
 namespace scape::inline v0 {
 
-/// A MaskPlan's tables in memory that the stream's work can read: 24 bytes for every 4,096 elements, 32 a segment.
+/// A MaskPlan's tables in memory that the stream's work can read: 32 bytes for every 4,096 elements, 32 a segment.
 template <MemoryResource M>
 class PlanTables {
  public:

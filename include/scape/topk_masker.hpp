@@ -42,16 +42,20 @@ struct Magnitude {
 /// Source: the selection rule of SCAPE (arXiv 2607.01678); radix selection as in AIR Top-K (Zhang et al., SC'23).
 class TopKMasker {
  public:
-  TopKMasker(const MaskPlan& plan, int rank) : plan_(&plan), rank_(rank) {
+  /// `tables` are the plan's, where the stream's work can read them (PlanTables).
+  TopKMasker(const MaskPlan& plan, PlanView tables, int rank) : plan_(&plan), tables_(tables), rank_(rank) {
     expects(rank >= 0 && rank < plan.ranks(), "rank", rank, "must be 0 to " + std::to_string(plan.ranks() - 1));
   }
+
+  /// For streams whose work can read the plan itself: HostStream.
+  TopKMasker(const MaskPlan& plan, int rank) : TopKMasker(plan, plan.view(), rank) {}
 
   /// Bytes of scratch that select() needs, at any density.
   template <Stream S>
   std::size_t workspace_bytes(const S& stream) const {
     static_assert(
         requires { select_workspace_bytes(*plan_, rank_, stream); },
-        "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
+        "selection is not implemented for this stream; include <scape/host/select.hpp> or <scape/cuda/select.cuh>");
     return select_workspace_bytes(*plan_, rank_, stream);
   }
 
@@ -60,15 +64,15 @@ class TopKMasker {
   void select(F score, double density, std::span<MaskWord> mask, std::span<std::byte> workspace,
               const S& stream) const {
     static_assert(
-        requires { select_top(*plan_, rank_, density, score, mask, workspace, stream); },
-        "selection is not implemented for this stream; for HostStream include <scape/host/select.hpp>");
+        requires { select_top(*plan_, tables_, rank_, density, score, mask, workspace, stream); },
+        "selection is not implemented for this stream; include <scape/host/select.hpp> or <scape/cuda/select.cuh>");
     expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
     expects(mask.size() == plan_->words(), "mask.size()", mask.size(),
             "must be plan.words(), " + std::to_string(plan_->words()));
     const std::size_t needed = workspace_bytes(stream);
     expects(workspace.size() >= needed, "workspace.size()", workspace.size(),
             "must be at least workspace_bytes(), " + std::to_string(needed));
-    select_top(*plan_, rank_, density, score, mask, workspace, stream);
+    select_top(*plan_, tables_, rank_, density, score, mask, workspace, stream);
   }
 
   /// The same by the magnitudes of `values`, an array over all of parameter space.
@@ -82,6 +86,7 @@ class TopKMasker {
 
  private:
   const MaskPlan* plan_;
+  PlanView tables_;
   int rank_;
 };
 

@@ -271,7 +271,7 @@ inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const 
 /// the lower index first where keys are equal. Computes every score twice; three or four times only where more than
 /// 1/14 of a segment agree with the k-th in exponent and three bits of the mantissa.
 template <class Score>
-void select_top(const MaskPlan& plan, int rank, double density, Score score, std::span<MaskWord> words,
+void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score score, std::span<MaskWord> words,
                 std::span<std::byte> workspace, const HostStream& stream) {
   stream.enqueue([=, &plan, &pool = stream.pool()] {
     const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
