@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(block_threads)
   word = covered == ~MaskWord{0} ? bits : (word & ~covered) | bits;
 }
 
-inline __global__ void __launch_bounds__(block_threads)
+template <int = 0>  // inline, which kernels cannot be
+__global__ void __launch_bounds__(block_threads)
     unpack_kernel(const MaskWord* words, std::size_t first_bit, std::uint8_t* flags, std::size_t count) {
   const std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x, bit = first_bit + i;
   if (i < count) flags[i] = words[bit / word_bits] >> bit % word_bits & 1;
@@ -66,7 +67,8 @@ struct WordsOfRun {
 };
 
 // One block turns counts into what comes before each: in all, or with a stride anew from r * stride for each rank r.
-inline __global__ void __launch_bounds__(scan_threads)
+template <int = 0>  // inline, which kernels cannot be
+__global__ void __launch_bounds__(scan_threads)
     scan_kernel(std::size_t* counts, std::size_t size, const std::size_t* first_of_rank, std::size_t ranks,
                 std::size_t stride) {
   using Scan = cub::BlockScan<std::size_t, scan_threads>;
@@ -101,7 +103,7 @@ inline std::size_t* number_bits(std::span<const MaskWord> words, std::span<std::
   const std::size_t runs = words.size() / count_words + (words.size() % count_words != 0);
   count_runs(words.data(), runs, WordsOfRun{words.size()}, before, stream);
   if (runs != 0)
-    launch(scan_kernel, 1, scan_threads, stream, before, runs, static_cast<const std::size_t*>(nullptr), std::size_t{0},
+    launch(scan_kernel<>, 1, scan_threads, stream, before, runs, static_cast<const std::size_t*>(nullptr), std::size_t{0},
            std::size_t{0});
   return before;
 }
@@ -143,7 +145,8 @@ struct ListBit {
   }
 };
 
-inline __global__ void __launch_bounds__(block_threads)
+template <int = 0>  // inline, which kernels cannot be
+__global__ void __launch_bounds__(block_threads)
     mark_kernel(const std::size_t* indices, std::size_t count, MaskWord* words, std::size_t size) {
   const std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x;
   if (i < count && indices[i] / word_bits < size) atomicOr(words + indices[i] / word_bits, 1u << indices[i] % word_bits);
@@ -211,7 +214,7 @@ void pack_bits(Predicate predicate, std::size_t count, std::span<MaskWord> words
 
 inline void unpack_bits(std::span<const MaskWord> words, std::size_t first_bit, std::span<std::uint8_t> flags,
                         const CudaStream& stream) {
-  detail::launch(detail::unpack_kernel,
+  detail::launch(detail::unpack_kernel<>,
                  flags.size() / detail::block_threads + (flags.size() % detail::block_threads != 0),
                  detail::block_threads, stream, words.data(), first_bit, flags.data(), flags.size());
 }
@@ -220,7 +223,7 @@ inline void count_offsets(PlanView plan, std::span<const MaskWord> words, std::s
                           std::span<std::size_t> offsets, const CudaStream& stream) {
   if (plan.tiles.empty()) return;
   detail::count_runs(words.data(), plan.tiles.size(), detail::WordsOfTile{plan.tiles.data()}, offsets.data(), stream);
-  detail::launch(detail::scan_kernel, 1, detail::scan_threads, stream, offsets.data(), plan.tiles.size(),
+  detail::launch(detail::scan_kernel<>, 1, detail::scan_threads, stream, offsets.data(), plan.tiles.size(),
                  plan.first_tile.data(), plan.first_tile.size() - 1, stride);
 }
 
@@ -232,7 +235,7 @@ inline void list_bits(std::span<const MaskWord> words, std::span<std::size_t> in
 
 inline void mark_bits(std::span<const std::size_t> indices, std::span<MaskWord> words, const CudaStream& stream) {
   detail::clear_words(words, stream);
-  detail::launch(detail::mark_kernel,
+  detail::launch(detail::mark_kernel<>,
                  indices.size() / detail::block_threads + (indices.size() % detail::block_threads != 0),
                  detail::block_threads, stream, indices.data(), indices.size(), words.data(), words.size());
 }

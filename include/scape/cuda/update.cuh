@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(block_threads)
   }
 }
 
-inline __global__ void fill_mask_kernel(const Tile* tiles, MaskWord* words) {
+template <int = 0>  // inline, which kernels cannot be
+__global__ void fill_mask_kernel(const Tile* tiles, MaskWord* words) {
   const Tile tile = tiles[blockIdx.x];
   const unsigned i = threadIdx.x, whole = tile.count / word_bits, rest = tile.count % word_bits;
   if (i < whole) words[tile.bit / word_bits + i] = ~MaskWord{0};
@@ -189,7 +190,8 @@ __global__ void __launch_bounds__(block_threads) squares_kernel(std::size_t coun
   if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-inline __global__ void __launch_bounds__(block_threads)
+template <int = 0>  // inline, which kernels cannot be
+__global__ void __launch_bounds__(block_threads)
     sum_kernel(const double* values, std::size_t count, double* result) {
   double sum = 0;
   for (std::size_t i = threadIdx.x; i < count; i += block_threads) sum = __dadd_rn(sum, values[i]);
@@ -198,7 +200,8 @@ inline __global__ void __launch_bounds__(block_threads)
 }
 
 // A thread a tile: for reports only, and in the host's order.
-inline __global__ void overlap_kernel(DeviceMask mask, std::size_t tiles, const MaskWord* before, const float* payload,
+template <int = 0>  // inline, which kernels cannot be
+__global__ void overlap_kernel(DeviceMask mask, std::size_t tiles, const MaskWord* before, const float* payload,
                                       double* partials, StepScalars* scalars) {
   const std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x;
   if (i >= tiles) return;
@@ -267,7 +270,7 @@ void update(MaskView mask, F rule, const StepScalars& scalars, const CudaStream&
 }
 
 inline void fill_mask(PlanView plan, std::span<MaskWord> words, const CudaStream& stream) {
-  detail::launch(detail::fill_mask_kernel, plan.tiles.size(), detail::block_threads, stream, plan.tiles.data(),
+  detail::launch(detail::fill_mask_kernel<>, plan.tiles.size(), detail::block_threads, stream, plan.tiles.data(),
                  words.data());
 }
 
@@ -277,7 +280,7 @@ template <class F>
 void squared_norm(std::size_t count, F value, std::span<double> partials, double& result, const CudaStream& stream) {
   const std::size_t runs = detail::blocks_for(count, tile_bits);
   detail::launch(detail::squares_kernel<F>, runs, detail::block_threads, stream, count, value, partials.data());
-  detail::launch(detail::sum_kernel, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()), runs,
+  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()), runs,
                  &result);
 }
 
@@ -285,9 +288,9 @@ inline void mask_overlap(std::span<const MaskWord> before, MaskView mask, std::s
                          std::span<double> partials, StepScalars& scalars, const CudaStream& stream) {
   const std::size_t tiles = mask.plan.tiles.size();
   transform(scalars, detail::ClearOverlap{}, stream);
-  detail::launch(detail::overlap_kernel, detail::blocks_for(tiles, detail::block_threads), detail::block_threads, stream,
+  detail::launch(detail::overlap_kernel<>, detail::blocks_for(tiles, detail::block_threads), detail::block_threads, stream,
                  detail::DeviceMask(mask), tiles, before.data(), payload.data(), partials.data(), &scalars);
-  detail::launch(detail::sum_kernel, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()), tiles,
+  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()), tiles,
                  &scalars.squared_overlap);
 }
 

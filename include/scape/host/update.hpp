@@ -7,7 +7,6 @@
 #include <scape/step_scalars.hpp>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <bit>
 #include <cstddef>
@@ -80,15 +79,32 @@ SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::si
   }
 }
 
-// GCC does not vectorise std::sqrt, which may set errno.
-inline void take_square_roots(std::array<float, word_bits>& values) {
+// Of word_bits values; apart, since GCC does not vectorise std::sqrt, which may set errno.
+inline void take_square_roots(float* values) {
 #if defined(__SSE2__)
-  for (std::size_t i = 0; i < word_bits; i += 4)
-    _mm_storeu_ps(values.data() + i, _mm_sqrt_ps(_mm_loadu_ps(values.data() + i)));
+  for (std::size_t i = 0; i < word_bits; i += 4) _mm_storeu_ps(values + i, _mm_sqrt_ps(_mm_loadu_ps(values + i)));
 #else
-  for (float& value : values) value = square_root(value);
+  for (std::size_t i = 0; i < word_bits; ++i) values[i] = square_root(values[i]);
 #endif
 }
+
+template <class F>
+struct UpdateKept {
+  F rule;
+  StepScalars now;
+  bool decay;
+
+  void one(std::size_t element, std::size_t position) const {
+    rule.kept(element, position, decay, square_root(rule.second_moment(element, position, now)), now);
+  }
+  void word(std::size_t element, std::size_t position) const {
+    float roots[word_bits];
+    for (std::size_t i = 0; i < word_bits; ++i) roots[i] = rule.second_moment(element + i, position + i, now);
+    take_square_roots(roots);
+    SCAPE_INDEPENDENT_ITERATIONS
+    for (std::size_t i = 0; i < word_bits; ++i) rule.kept(element + i, position + i, decay, roots[i], now);
+  }
+};
 
 template <class F>
 SCAPE_HOST_LOOP void visit_all(const Tile& tile, StepScalars scalars, F rule) {
@@ -96,11 +112,12 @@ SCAPE_HOST_LOOP void visit_all(const Tile& tile, StepScalars scalars, F rule) {
   for (std::size_t i = tile.element; i < tile.element + tile.count; ++i) rule.every(i, scalars);
 }
 
-// In an order that does not depend on threads: 256 lanes, then halves.
+// In an order that does not depend on threads: lanes, then halves.
+inline constexpr std::size_t lanes = 256;
+
 template <class F>
 SCAPE_HOST_LOOP double squares_of_run(std::size_t begin, std::size_t count, F value) {
-  constexpr std::size_t lanes = 256;
-  std::array<double, lanes> sums{};
+  double sums[lanes] = {};
   std::size_t first = 0;
   for (; first + lanes <= count; first += lanes)
     for (std::size_t lane = 0; lane < lanes; ++lane) {
@@ -117,8 +134,7 @@ SCAPE_HOST_LOOP double squares_of_run(std::size_t begin, std::size_t count, F va
 }
 
 SCAPE_HOST_LOOP inline double sum_of_run(const double* values, std::size_t count) {
-  constexpr std::size_t lanes = 256;
-  std::array<double, lanes> sums{};
+  double sums[lanes] = {};
   for (std::size_t i = 0; i < count; ++i) sums[i % lanes] += values[i];
   for (std::size_t half = lanes / 2; half != 0; half /= 2)
     for (std::size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
@@ -191,17 +207,9 @@ void update(MaskView mask, F rule, const StepScalars& scalars, const HostStream&
       const Segment& segment = mask.plan.segments[tile.segment];
       const StepScalars now = scalars;
       if (rule.needs_every(segment)) detail::visit_all(tile, now, rule);
-      const auto full = [rule, now, decay = segment.decay](std::size_t element, std::size_t position) {
-        std::array<float, word_bits> roots;
-        for (std::size_t i = 0; i < word_bits; ++i) roots[i] = rule.second_moment(element + i, position + i, now);
-        detail::take_square_roots(roots);
-        SCAPE_INDEPENDENT_ITERATIONS
-        for (std::size_t i = 0; i < word_bits; ++i) rule.kept(element + i, position + i, decay, roots[i], now);
-      };
-      const auto one = [rule, now, decay = segment.decay](std::size_t element, std::size_t position) {
-        rule.kept(element, position, decay, square_root(rule.second_moment(element, position, now)), now);
-      };
-      detail::visit_kept(tile, mask.words.data(), mask.offsets[i], full, one);
+      const detail::UpdateKept<F> kept{rule, now, segment.decay};
+      detail::visit_kept(tile, mask.words.data(), mask.offsets[i], [kept](auto... at) { kept.word(at...); },
+                         [kept](auto... at) { kept.one(at...); });
     });
   });
 }

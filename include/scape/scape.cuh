@@ -1,0 +1,9 @@
+#pragma once
+
+// All of scape, with the kernels: for CUDA C++. NCCL and MPI are apart, in nccl/communicator.hpp and mpi/.
+
+#include <scape/cuda/pack.cuh>
+#include <scape/cuda/select.cuh>
+#include <scape/cuda/stream.hpp>
+#include <scape/cuda/update.cuh>
+#include <scape/scape.hpp>
