@@ -31,6 +31,50 @@
 
 namespace scape::inline v0 {
 
+namespace detail {
+
+// Functors are at namespace scope since kernels cannot take private types.
+struct Reset {
+  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now = StepScalars{}; }
+};
+struct SetLearningRate {
+  float value;
+  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.learning_rate = value; }
+};
+struct ClipGradient {
+  float limit;
+  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.gradient_scale = clip_scale(now.squared_norm, limit); }
+};
+struct ClipPayload {
+  float limit;
+  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.payload_scale = clip_scale(now.squared_norm, limit); }
+};
+struct Values {
+  const float* values;
+  SCAPE_HOST_DEVICE float operator()(std::size_t i) const { return values[i]; }
+};
+struct Merge {
+  MaskWord* into;
+  const MaskWord* from;
+  bool first;
+  SCAPE_HOST_DEVICE void operator()(std::size_t i) const { into[i] = first ? from[i] : into[i] | from[i]; }
+};
+// The residual of the i-th place of the tiles, each tile taken as tile_bits long.
+template <class R>
+struct ResidualAt {
+  const Tile* tiles;
+  const MaskWord* words;
+  const float* store;
+  SCAPE_HOST_DEVICE float operator()(std::size_t i) const {
+    const Tile& tile = tiles[i / tile_bits];
+    const std::size_t place = i % tile_bits, bit = tile.bit + place;
+    return place < tile.count ? R::residual(store[tile.element + place], words[bit / word_bits] >> bit % word_bits & 1)
+                              : 0.0f;
+  }
+};
+
+}  // namespace detail
+
 /// The AdamS optimizer with sparse communication: goes where a trainer had all_reduce(gradients) and a step of AdamW.
 ///
 /// Owns the state, for rule `scape` 4 bytes a parameter and two bitmaps, for `clock` 6 bytes more, and one workspace;
@@ -68,7 +112,7 @@ class AdamS {
     expects(plan_.ranks() == communicator.size(), "layout.ranks()", plan_.ranks(),
             "must be the communicator's size, " + std::to_string(communicator.size()));
     fill_values(select_workspace_.span(), std::byte{0}, compute);
-    transform(scalars(), Reset{}, compute);
+    transform(scalars(), detail::Reset{}, compute);
     compute.synchronize();
     if (plan_.ranks() > 1) check_agreement(rule, memory);
   }
@@ -153,8 +197,8 @@ class AdamS {
     clock.lap(&StepReport::Seconds::select);
     reducer_.wait(compute);
     clock.lap(&StepReport::Seconds::payload_wait);
-    if (report != nullptr || clips_payload()) take_norm(Values{payload.data()}, payload.size(), compute);
-    if (clips_payload()) transform(scalars(), ClipPayload{options_.clip_norm}, compute);
+    if (report != nullptr || clips_payload()) take_norm(detail::Values{payload.data()}, payload.size(), compute);
+    if (clips_payload()) transform(scalars(), detail::ClipPayload{options_.clip_norm}, compute);
     update(mask, rule_.update(parameters, store_.values(), payload), scalars(), compute);
     clock.lap(&StepReport::Seconds::update);
     if (rule_.selects_after_update()) draft(gradients, mask, compute);
@@ -169,12 +213,12 @@ class AdamS {
 
   void begin(std::span<const float> gradients, const S& compute) {
     rule_.begin(masks_.step(), compute);
-    if (learning_rate_is_new_) transform(scalars(), SetLearningRate{options_.learning_rate}, compute);
+    if (learning_rate_is_new_) transform(scalars(), detail::SetLearningRate{options_.learning_rate}, compute);
     learning_rate_is_new_ = false;
     transform(scalars(), rule_.advance(), compute);
     if (R::clips_gradient && options_.clip_norm > 0) {
-      take_norm(Values{gradients.data()}, gradients.size(), compute);
-      transform(scalars(), ClipGradient{options_.clip_norm}, compute);
+      take_norm(detail::Values{gradients.data()}, gradients.size(), compute);
+      transform(scalars(), detail::ClipGradient{options_.clip_norm}, compute);
     }
   }
 
@@ -189,7 +233,7 @@ class AdamS {
     if (!masks_.draft_next()) return;
     const std::span<MaskWord> own = own_part(sent_.span());
     for (std::size_t i = 0; i < masks_.pending() && !own.empty(); ++i)
-      for_each(own.size(), Merge{own.data(), own_part(masks_.pending(i)).data(), i == 0}, compute);
+      for_each(own.size(), detail::Merge{own.data(), own_part(masks_.pending(i)).data(), i == 0}, compute);
     const auto sent = masks_.pending() == 0 ? std::span<const MaskWord>() : std::span<const MaskWord>(sent_.span());
     rule_.score_after(gradients, store_.values(), mask, sent, scalars(), select_and_publish(compute));
   }
@@ -222,11 +266,11 @@ class AdamS {
     report.density = masks_.density();
     report.kept = mask.kept;
     mask_overlap(before.words, mask, payload, partials_.span(), scalars(), compute);
-    squared_norm(payload.size(), Values{payload.data()}, partials_.span(), scalars().squared_payload, compute);
+    squared_norm(payload.size(), detail::Values{payload.data()}, partials_.span(), scalars().squared_payload, compute);
   }
 
   void finish_report(StepReport& report, std::size_t kept_before, MaskView mask, const S& compute) {
-    squared_norm(plan_.tiles().size() * tile_bits, ResidualAt{mask.plan.tiles.data(), mask.words.data(), store_.values().data()}, partials_.span(),
+    squared_norm(plan_.tiles().size() * tile_bits, detail::ResidualAt<R>{mask.plan.tiles.data(), mask.words.data(), store_.values().data()}, partials_.span(),
                  scalars().squared_residual, compute);
     copy_values(std::span<const StepScalars>(scalars_.span()), std::span<StepScalars>(host_scalars_), compute);
     compute.synchronize();
@@ -293,44 +337,6 @@ class AdamS {
     const S& compute_;
     std::array<Phase, 7> phases_{};
     std::size_t laps_ = 0;
-  };
-
-  struct Reset {
-    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now = StepScalars{}; }
-  };
-  struct SetLearningRate {
-    float value;
-    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.learning_rate = value; }
-  };
-  struct ClipGradient {
-    float limit;
-    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.gradient_scale = clip_scale(now.squared_norm, limit); }
-  };
-  struct ClipPayload {
-    float limit;
-    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.payload_scale = clip_scale(now.squared_norm, limit); }
-  };
-  struct Values {
-    const float* values;
-    SCAPE_HOST_DEVICE float operator()(std::size_t i) const { return values[i]; }
-  };
-  struct Merge {
-    MaskWord* into;
-    const MaskWord* from;
-    bool first;
-    SCAPE_HOST_DEVICE void operator()(std::size_t i) const { into[i] = first ? from[i] : into[i] | from[i]; }
-  };
-  // The residual of the i-th place of the tiles, each tile taken as tile_bits long.
-  struct ResidualAt {
-    const Tile* tiles;
-    const MaskWord* words;
-    const float* store;
-    SCAPE_HOST_DEVICE float operator()(std::size_t i) const {
-      const Tile& tile = tiles[i / tile_bits];
-      const std::size_t place = i % tile_bits, bit = tile.bit + place;
-      return place < tile.count ? R::residual(store[tile.element + place], words[bit / word_bits] >> bit % word_bits & 1)
-                                : 0.0f;
-    }
   };
 
   C& communicator_;

@@ -6,6 +6,7 @@
 #include <scape/layout.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -26,11 +27,8 @@ SCAPE_HOST_DEVICE constexpr std::size_t words_for(std::size_t bits) noexcept {
 /// Elements that a segment of `count` elements keeps: max(1, floor(density * count + 1e-6)), all at density >= 1.
 SCAPE_HOST_DEVICE inline std::size_t kept_count(std::size_t count, double density) noexcept {
   if (count == 0 || density >= 1) return count;
-#if defined(__CUDA_ARCH__)  // two roundings, as on the host
-  const double share = __dadd_rn(__dmul_rn(density, static_cast<double>(count)), 1e-6);
-#else
-  const double share = density * static_cast<double>(count) + 1e-6;
-#endif
+  // Fused, so that every compiler and device rounds once.
+  const double share = std::fma(density, static_cast<double>(count), 1e-6);
   const std::size_t kept = static_cast<std::size_t>(share);
   return kept < 1 ? 1 : kept > count ? count : kept;
 }

@@ -18,6 +18,23 @@ struct ErrorFeedback {
   SCAPE_HOST_DEVICE float payload(float g, float a, bool) const { return add(a, g); }
 };
 
+namespace detail {
+
+template <class G>
+struct AddTo {
+  float* values;
+  const G* gradient;
+  SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
+    values[i] = scape::add(values[i], static_cast<float>(gradient[i]));
+  }
+};
+struct Clear {
+  float* values;
+  SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t) const { values[element] = 0; }
+};
+
+}  // namespace detail
+
 /// What was not sent yet: the array that every gradient is added to.
 ///
 /// Owns 4 bytes a parameter, zero at first, in the memory of M. All work is enqueued on the stream that is given; the
@@ -50,29 +67,16 @@ class ResidualStore {
   void add(std::span<const G> gradient, const S& stream) const {
     expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(),
             "must be the store's size, " + std::to_string(values_.size()));
-    for_each(values_.size(), AddTo<G>{values_.span().data(), gradient.data()}, stream);
+    for_each(values_.size(), detail::AddTo<G>{values_.span().data(), gradient.data()}, stream);
   }
 
   /// values = 0 at the mask: they have been sent.
   template <Stream S>
   void release(MaskView sent, const S& stream) const {
-    for_each_kept(sent, Clear{values_.span().data()}, stream);
+    for_each_kept(sent, detail::Clear{values_.span().data()}, stream);
   }
 
  private:
-  template <class G>
-  struct AddTo {
-    float* values;
-    const G* gradient;
-    SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
-      values[i] = scape::add(values[i], static_cast<float>(gradient[i]));
-    }
-  };
-  struct Clear {
-    float* values;
-    SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t) const { values[element] = 0; }
-  };
-
   Buffer<float, M> values_;
 };
 

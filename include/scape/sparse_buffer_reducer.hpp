@@ -12,6 +12,25 @@
 
 namespace scape::inline v0 {
 
+namespace detail {
+
+struct Gather {
+  const float* values;
+  float* payload;
+  SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t position) const {
+    payload[position] = values[element];
+  }
+};
+struct Scatter {
+  const float* payload;
+  float* values;
+  SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t position) const {
+    values[element] = payload[position];
+  }
+};
+
+}  // namespace detail
+
 /// Averages over the ranks the values at a mask: all segments in one payload, one collective, no indices.
 ///
 /// Owns `capacity` floats, the payload. Work before the collective and after it is the caller's `compute` stream's, the
@@ -34,12 +53,12 @@ class SparseBufferReducer {
 
   /// payload[p] = values[element] for every kept element.
   void gather(std::span<const float> values, MaskView mask, const S& stream) const {
-    for_each_kept(mask, Gather{values.data(), payload(mask).data()}, stream);
+    for_each_kept(mask, detail::Gather{values.data(), payload(mask).data()}, stream);
   }
 
   /// values[element] = payload[p] for every kept element; the others stay.
   void scatter(MaskView mask, std::span<float> values, const S& stream) const {
-    for_each_kept(mask, Scatter{payload(mask).data(), values.data()}, stream);
+    for_each_kept(mask, detail::Scatter{payload(mask).data(), values.data()}, stream);
   }
 
   /// Starts the mean over all ranks of what compute has put into the payload.
@@ -67,21 +86,6 @@ class SparseBufferReducer {
   void wait(const S& compute) const { compute.wait_for(reduced_); }
 
  private:
-  struct Gather {
-    const float* values;
-    float* payload;
-    SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t position) const {
-      payload[position] = values[element];
-    }
-  };
-  struct Scatter {
-    const float* payload;
-    float* values;
-    SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t position) const {
-      values[element] = payload[position];
-    }
-  };
-
   void begin(const S& compute, const S& side) {
     compute.record(gathered_);
     side.wait_for(gathered_);

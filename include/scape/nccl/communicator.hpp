@@ -1,0 +1,97 @@
+#pragma once
+
+#include <scape/communicator.hpp>
+#include <scape/cuda/stream.hpp>
+#include <scape/error.hpp>
+
+#include <nccl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace scape::inline v0 {
+
+/// A Communicator over the caller's ncclComm_t, any group: a non-owning handle, to be used while the communicator's
+/// device is current. Buffers are device memory. Owns nothing; collectives are enqueued, can be captured into a graph,
+/// and are summed in the order that NCCL chooses, the same on every rank. Failed calls throw scape::Error; errors that
+/// happen later are what check() polls. Must outlive the work enqueued with it.
+class NcclCommunicator {
+ public:
+  explicit NcclCommunicator(ncclComm_t communicator) : communicator_(communicator) {
+    expects(communicator != nullptr, "communicator", "null", "must be an initialised ncclComm_t");
+    check(ncclCommUserRank(communicator, &rank_), "ncclCommUserRank");
+    check(ncclCommCount(communicator, &size_), "ncclCommCount");
+  }
+  NcclCommunicator(const NcclCommunicator&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  ncclComm_t handle() const noexcept { return communicator_; }
+
+  /// Bytes that a ring sends for this rank's part of the collectives enqueued so far: NCCL does not tell what it moved.
+  std::uint64_t bytes_sent() const noexcept { return bytes_sent_; }
+
+  /// Throws scape::Error where a collective has failed since it was enqueued. Does not wait.
+  void check() const {
+    ncclResult_t state = ncclSuccess;
+    check(ncclCommGetAsyncError(communicator_, &state), "ncclCommGetAsyncError");
+    if (state != ncclInProgress) check(state, "a collective of rank " + std::to_string(rank_));
+  }
+
+  void all_reduce_mean(std::span<const float> in, std::span<float> out, const CudaStream& stream) {
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), " + std::to_string(in.size()));
+    bytes_sent_ += 2 * others(in.size_bytes()) / ranks();
+    check(ncclAllReduce(in.data(), out.data(), in.size(), ncclFloat, ncclAvg, communicator_, stream.handle()),
+          "ncclAllReduce");
+  }
+
+  void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const CudaStream& stream) {
+    expects(in.size() == out.size() * ranks(), "in.size()", in.size(),
+            "must be size() * out.size(), " + std::to_string(out.size() * ranks()));
+    bytes_sent_ += others(out.size_bytes());
+    check(ncclReduceScatter(in.data(), out.data(), out.size(), ncclFloat, ncclAvg, communicator_, stream.handle()),
+          "ncclReduceScatter");
+  }
+
+  void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const CudaStream& stream) {
+    expects(all.size() == own.size() * ranks(), "all.size()", all.size(),
+            "must be size() * own.size(), " + std::to_string(own.size() * ranks()));
+    bytes_sent_ += others(own.size_bytes());
+    check(ncclAllGather(own.data(), all.data(), own.size(), ncclUint32, communicator_, stream.handle()),
+          "ncclAllGather");
+  }
+
+  /// A broadcast from every rank that has a part, in one group.
+  void all_gather_uneven(std::span<const MaskWord> own, std::span<MaskWord> all, std::span<const std::size_t> counts,
+                         const CudaStream& stream) {
+    expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), " + std::to_string(ranks()));
+    expects(counts[static_cast<std::size_t>(rank_)] == own.size(), "own.size()", own.size(), "must be counts[rank()]");
+    bytes_sent_ += others(own.size_bytes());
+    check(ncclGroupStart(), "ncclGroupStart");
+    MaskWord* part = all.data();
+    for (int root = 0; root < size_; ++root) {
+      const std::size_t count = counts[static_cast<std::size_t>(root)];
+      const MaskWord* const from = root == rank_ ? own.data() : part;
+      if (count != 0)
+        check(ncclBroadcast(from, part, count, ncclUint32, root, communicator_, stream.handle()), "ncclBroadcast");
+      part += count;
+    }
+    check(ncclGroupEnd(), "ncclGroupEnd");
+  }
+
+ private:
+  static void check(ncclResult_t result, const std::string& call) {
+    if (result != ncclSuccess) throw Error(call + ": " + ncclGetErrorString(result));
+  }
+  std::size_t ranks() const noexcept { return static_cast<std::size_t>(size_); }
+  std::uint64_t others(std::size_t bytes) const noexcept { return std::uint64_t{bytes} * (ranks() - 1); }
+
+  ncclComm_t communicator_;
+  int rank_ = 0, size_ = 1;
+  std::uint64_t bytes_sent_ = 0;
+};
+static_assert(UnevenCommunicator<NcclCommunicator, CudaStream>);
+
+}  // namespace scape::inline v0
