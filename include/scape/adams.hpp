@@ -17,6 +17,7 @@
 #include <scape/step_scalars.hpp>
 #include <scape/stream.hpp>
 #include <scape/topk_masker.hpp>
+#include <scape/update_rule.hpp>
 
 #include <algorithm>
 #include <array>
@@ -36,6 +37,15 @@ namespace detail {
 // Functors are at namespace scope since kernels cannot take private types.
 struct Reset {
   SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now = StepScalars{}; }
+};
+template <class Advance>
+struct BeginStep {
+  Advance advance;
+  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
+    now.step += 1;
+    now.gradient_scale = now.payload_scale = 1;
+    advance(now);
+  }
 };
 struct SetLearningRate {
   float value;
@@ -87,8 +97,8 @@ struct ResidualAt {
 ///
 /// Throws std::invalid_argument for wrong arguments, before anything has changed; scape::Error where ranks disagree on
 /// layout, options or rule (in the constructor, on every rank, naming the odd one). After a step that failed halfway
-/// all further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; ALGORITHM in docs/.
-template <Stream S, Communicator<S> C, MemoryResource M, class R = ScapeRule>
+/// all further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; docs/algorithm.md.
+template <Stream S, Communicator<S> C, MemoryResource M, UpdateRule<M> R = ScapeRule>
 class AdamS {
  public:
   template <ShardedLayout L>
@@ -136,6 +146,17 @@ class AdamS {
     options_.learning_rate = learning_rate;
     learning_rate_is_new_ = true;
   }
+
+  /// The same at once, in stream order: also between replays of captured steps.
+  void set_learning_rate(float learning_rate, const S& compute) {
+    set_learning_rate(learning_rate);
+    transform(scalars(), detail::SetLearningRate{learning_rate}, compute);
+    learning_rate_is_new_ = false;
+  }
+
+  /// Makes compute wait for the masks under way: before steps are captured into a CUDA graph, and as the last thing that
+  /// is captured. Capture max(delay, 1) + 1 steps after the density warm-up, with refresh = 1: as many masks take turns.
+  void await_masks(const S& compute) { masks_.await(compute); }
 
   /// One step: enqueues on `compute` and returns. The gradients are this rank's own, the parameters every rank's.
   /// With a report: waits for the step and fills it.
@@ -212,10 +233,10 @@ class AdamS {
   }
 
   void begin(std::span<const float> gradients, const S& compute) {
-    rule_.begin(masks_.step(), compute);
     if (learning_rate_is_new_) transform(scalars(), detail::SetLearningRate{options_.learning_rate}, compute);
     learning_rate_is_new_ = false;
-    transform(scalars(), rule_.advance(), compute);
+    transform(scalars(), detail::BeginStep{rule_.advance()}, compute);
+    rule_.begin(scalars(), compute);
     if (R::clips_gradient && options_.clip_norm > 0) {
       take_norm(detail::Values{gradients.data()}, gradients.size(), compute);
       transform(scalars(), detail::ClipGradient{options_.clip_norm}, compute);

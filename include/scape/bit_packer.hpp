@@ -31,7 +31,7 @@ struct NonZero {
 /// bits, and the same code on every backend and for any number of threads. Throws std::invalid_argument where sizes do
 /// not fit, before anything is enqueued; what only the bits can tell, such as a code that was damaged on the wire, is
 /// an Error from the stream's work. Moves 1/8 byte a parameter for the bits, twice where they have to be counted first,
-/// plus the other form once. Source: ALGORITHM, "Mask on the wire".
+/// plus the other form once. Source: docs/algorithm.md, "Mask on the wire".
 class BitPacker {
  public:
   /// Words that hold so many bits.

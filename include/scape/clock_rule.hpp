@@ -19,7 +19,7 @@
 
 namespace scape::inline v0 {
 
-/// Our update rule, a clock per parameter (ALGORITHM.md, "Rule clock"): an element that is kept after n steps moves as n
+/// Our update rule, a clock per parameter (docs/algorithm.md, "Rule clock"): an element that is kept after n steps moves as n
 /// steps of AdamS with the mean of its n gradients would have moved it. Off the mask nothing of a parameter moves,
 /// weight decay included. The ResidualStore holds the gradients not sent yet; the rule owns 6 bytes a parameter more:
 /// the first moment, and the step of last use in 16 bits. n is exact up to `longest`, where it stays. Clips the local
@@ -57,17 +57,14 @@ struct ClockRule {
   };
 
   struct Advance {
-    SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
-      now.step += 1;
-      now.gradient_scale = 1;
-    }
+    SCAPE_HOST_DEVICE void operator()(StepScalars&) const {}
   };
 
   struct Sweep {
     Clocks clocks;
-    std::uint64_t now;
-    SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
-      clocks.last[i] = static_cast<std::uint16_t>(now - clocks.steps(i, now));
+    SCAPE_HOST_DEVICE bool is_due(const StepScalars& now) const { return now.step % sweep == 0; }
+    SCAPE_HOST_DEVICE void operator()(std::size_t i, const StepScalars& now) const {
+      clocks.last[i] = static_cast<std::uint16_t>(now.step - clocks.steps(i, now.step));
     }
   };
 
@@ -155,10 +152,10 @@ class ClockRule::State {
   std::span<const float> moments() const noexcept { return moments_.span(); }
   std::span<const std::uint16_t> last() const noexcept { return last_.span(); }
 
-  /// Work of some steps only: keeps the clocks from wrapping. `step` counts from 0.
+  /// Work at the start of a step: keeps the clocks from wrapping.
   template <Stream S>
-  void begin(std::size_t step, const S& stream) const {
-    if ((step + 1) % sweep == 0) for_each(last_.size(), Sweep{clocks(), step + 1}, stream);
+  void begin(const StepScalars& now, const S& stream) const {
+    for_each_if_due(last_.size(), Sweep{clocks()}, now, stream);
   }
 
   Advance advance() const { return {}; }

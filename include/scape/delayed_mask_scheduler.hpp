@@ -43,7 +43,7 @@ struct MaskOptions {
 ///
 /// Owns, in the memory of M, max(delay, 1) + 1 bitmaps with 8 bytes of offsets per 4,096 elements, and the codes of one
 /// mask. An exchange sends (W - 1) / W of the mask's bytes, as bitmap or code. The draft is written on the compute
-/// stream; coding, exchange and decoding run on the side stream. ALGORITHM.md, "What both rules share".
+/// stream; coding, exchange and decoding run on the side stream. docs/algorithm.md, "What both rules share".
 template <Stream S, MemoryResource M>
 class DelayedMaskScheduler {
  public:
@@ -104,6 +104,7 @@ class DelayedMaskScheduler {
     side.wait_for(slot.selected);
     if (plan_.ranks() > 1 && plan_.exchanged_words() > 0) exchange(slot, communicator, side);
     complete(slot, side);
+    slot.arrived = false;
     pending_.push_back({&slot, due()});
   }
 
@@ -113,7 +114,7 @@ class DelayedMaskScheduler {
     if (!pending_.empty() && pending_.front().due <= step_) {
       current_ = pending_.front().slot;
       pending_.erase(pending_.begin());
-      compute.wait_for(current_->ready);
+      if (!current_->arrived) compute.wait_for(current_->ready);
     } else if (!started_) {  // density 1: every rank knows the mask
       Slot& slot = free_slot();
       slot.set_density(1, plan_, options_);
@@ -122,6 +123,14 @@ class DelayedMaskScheduler {
       current_ = &slot;
     }
     started_ = advanced_ = true;
+  }
+
+  /// Makes compute wait for all masks under way, so that no later work needs an event recorded before.
+  void await(const S& compute) {
+    for (const Pending& pending : pending_) {
+      if (!pending.slot->arrived) compute.wait_for(pending.slot->ready);
+      pending.slot->arrived = true;
+    }
   }
 
   void finish() noexcept {
@@ -173,7 +182,7 @@ class DelayedMaskScheduler {
     Buffer<std::size_t, M> offsets;
     double density = -1;
     std::size_t kept = 0;
-    bool coded = false;
+    bool coded = false, arrived = true;  // arrived: compute has waited for it already
     std::size_t coded_words = 0;
     std::vector<EliasFano> codes;
     std::vector<std::size_t> code_words;

@@ -46,7 +46,8 @@ enum class Scope {
 template <ShardedLayout L>
 double imbalance(const L& layout) {
   std::vector<std::size_t> load(static_cast<std::size_t>(layout.ranks()));
-  for (const Segment& segment : std::span<const Segment>(layout.segments()))
+  auto&& segments = layout.segments();  // by reference or by value
+  for (const Segment& segment : std::span<const Segment>(segments))
     load[static_cast<std::size_t>(segment.owner)] += segment.count;
   if (layout.size() == 0) return 1;
   return static_cast<double>(*std::max_element(load.begin(), load.end())) * static_cast<double>(load.size()) /

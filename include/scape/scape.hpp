@@ -23,4 +23,5 @@
 #include <scape/stream.hpp>
 #include <scape/thread_communicator.hpp>
 #include <scape/topk_masker.hpp>
+#include <scape/update_rule.hpp>
 #include <scape/version.hpp>

@@ -27,7 +27,7 @@ enum class MaskScore {
   updated     ///< |m| after the update where kept, (1 - beta1) |residual| elsewhere
 };
 
-/// The paper's update rule (ALGORITHM.md, "Rule scape"): an element that leaves the mask gives its first moment back to
+/// The paper's update rule (docs/algorithm.md, "Rule scape"): an element that leaves the mask gives its first moment back to
 /// the residuals, so the first moment lives on the mask and the residual off it, and both share the ResidualStore's one
 /// array. Besides that the rule owns 4 bytes for each element of the largest payload. Clips the rebuilt gradient.
 struct ScapeRule {
@@ -65,11 +65,9 @@ struct ScapeRule {
     float beta1, beta2, weight_decay;
     BiasCorrection correction;
     SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
-      now.step += 1;
       now.beta1_power *= static_cast<double>(beta1);
       now.beta2_power *= static_cast<double>(beta2);
       now.decay = static_cast<float>(1.0 - static_cast<double>(now.learning_rate) * static_cast<double>(weight_decay));
-      now.gradient_scale = now.payload_scale = 1;
       const float first = static_cast<float>(1.0 - now.beta1_power);
       now.first_correction = correction == BiasCorrection::none ? 1.0f : first;
       now.old_correction = correction == BiasCorrection::adams ? first : 1.0f;
@@ -149,9 +147,9 @@ class ScapeRule::State {
   /// Where accumulating sets the kept elements' first moments aside, by payload position.
   std::span<float> set_aside() const noexcept { return moments_.span(); }
 
-  /// Work of some steps only: none.
+  /// Work at the start of a step: none.
   template <Stream S>
-  void begin(std::size_t, const S&) const {}
+  void begin(const StepScalars&, const S&) const {}
 
   Advance advance() const {
     return {options_.beta1, options_.beta2, options_.weight_decay, rule_.bias_correction};

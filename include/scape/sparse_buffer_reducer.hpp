@@ -41,6 +41,8 @@ template <Stream S, MemoryResource M>
 class SparseBufferReducer {
  public:
   SparseBufferReducer(std::size_t capacity, M& memory) : payload_(capacity, memory) {}
+  /// The stream only tells the type.
+  SparseBufferReducer(std::size_t capacity, M& memory, const S&) : SparseBufferReducer(capacity, memory) {}
 
   std::size_t capacity() const noexcept { return payload_.size(); }
 

@@ -36,6 +36,9 @@ struct Magnitude {
 ///
 /// Throws std::invalid_argument on a wrong argument, before anything is enqueued.
 ///
+/// The workspace is the masker's own from call to call, zeros before the first: on CUDA the last thresholds stay there
+/// and make the next call cheaper; what it holds never changes the result.
+///
 /// Moves 8.125 bytes an element of the rank's segments where a score reads 4: two reads and the bits. Up to four reads
 /// where many scores nearly agree, none at density 1.
 ///

@@ -8,6 +8,7 @@
 
 #include <cub/block/block_scan.cuh>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -68,6 +69,14 @@ template <class F>
 __global__ void for_each_kernel(std::size_t count, F f) {
   const std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x;
   if (i < count) f(i);
+}
+
+// A few blocks that mostly find nothing to do.
+template <class F>
+__global__ void for_each_if_due_kernel(std::size_t count, F f, const StepScalars* scalars) {
+  if (!f.is_due(*scalars)) return;
+  const std::size_t stride = gridDim.x * std::size_t{block_threads};
+  for (std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x; i < count; i += stride) f(i, *scalars);
 }
 
 template <class T>
@@ -246,6 +255,12 @@ template <class F>
 void for_each(std::size_t count, F f, const CudaStream& stream) {
   detail::launch(detail::for_each_kernel<F>, detail::blocks_for(count, detail::block_threads), detail::block_threads,
                  stream, count, f);
+}
+
+template <class F>
+void for_each_if_due(std::size_t count, F f, const StepScalars& scalars, const CudaStream& stream) {
+  const std::size_t blocks = std::min<std::size_t>(1024, detail::blocks_for(count, detail::block_threads));
+  detail::launch(detail::for_each_if_due_kernel<F>, blocks, detail::block_threads, stream, count, f, &scalars);
 }
 
 template <class G, class F>

@@ -225,6 +225,18 @@ void for_each(std::size_t count, F f, const HostStream& stream) {
   });
 }
 
+/// f(i, scalars) for every i below count, in the steps in which f.is_due(scalars).
+template <class F>
+void for_each_if_due(std::size_t count, F f, const StepScalars& scalars, const HostStream& stream) {
+  stream.enqueue([=, &scalars, &pool = stream.pool()] {
+    if (!f.is_due(scalars)) return;
+    pool.run((count + tile_bits - 1) / tile_bits, [&](std::size_t run) {
+      const std::size_t end = std::min(count, (run + 1) * tile_bits);
+      for (std::size_t i = run * tile_bits; i < end; ++i) f(i, scalars);
+    });
+  });
+}
+
 /// Doubles that squared_norm and mask_overlap need as scratch for `count` values.
 inline std::size_t norm_partials(std::size_t count, const HostStream&) { return (count + tile_bits - 1) / tile_bits; }
 
