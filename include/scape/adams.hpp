@@ -235,7 +235,7 @@ class AdamS {
   void begin(std::span<const float> gradients, const S& compute) {
     if (learning_rate_is_new_) transform(scalars(), detail::SetLearningRate{options_.learning_rate}, compute);
     learning_rate_is_new_ = false;
-    transform(scalars(), detail::BeginStep{rule_.advance()}, compute);
+    transform(scalars(), detail::BeginStep<decltype(rule_.advance())>{rule_.advance()}, compute);
     rule_.begin(scalars(), compute);
     if (R::clips_gradient && options_.clip_norm > 0) {
       take_norm(detail::Values{gradients.data()}, gradients.size(), compute);
