@@ -46,4 +46,55 @@ struct HostBackend {
   }
 };
 
+#if defined(__CUDACC__)
+
+#include <scape/scape.cuh>
+
+// The device that is current where it is made.
+struct CudaBackend {
+  using Stream = scape::CudaStream;
+  template <class T>
+  using Array = scape::Buffer<T, scape::CudaMemory>;
+
+  std::vector<cudaStream_t> handles;
+  scape::CudaMemory memory;
+  Stream stream = new_stream();
+
+  CudaBackend() = default;
+  CudaBackend(const CudaBackend&) = delete;
+  ~CudaBackend() {
+    for (cudaStream_t handle : handles) cudaStreamDestroy(handle);
+  }
+
+  Stream new_stream() {
+    cudaStream_t handle = nullptr;
+    scape::check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    handles.push_back(handle);
+    return Stream(handle);
+  }
+
+  template <class T>
+  Array<T> array(std::span<const T> values) {
+    Array<T> result(values.size(), memory);
+    scape::copy_values(values, result.span(), stream);
+    stream.synchronize();
+    return result;
+  }
+  template <class T>
+  Array<T> array(const std::vector<T>& values) {
+    return array(std::span<const T>(values));
+  }
+
+  template <class T>
+  std::vector<T> read(const Array<T>& array) {
+    std::vector<T> values(array.size());
+    scape::copy_values(std::span<const T>(array.span()), std::span<T>(values), stream);
+    stream.synchronize();
+    return values;
+  }
+};
+
+#define SCAPE_BACKENDS CudaBackend
+#else
 #define SCAPE_BACKENDS HostBackend
+#endif

@@ -6,6 +6,8 @@
 
 #include <cstddef>
 #include <exception>
+#include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -14,35 +16,43 @@ struct ThreadRank {
   using Stream = scape::HostStream;
   using Communicator = scape::ThreadCommunicator;
 
+  Communicator communicator;  // outlives the streams, whose work uses it
   HostBackend backend;
   scape::HostMemory& memory = backend.memory;
   Stream compute = backend.stream, side = backend.new_stream();
-  Communicator communicator;
 
-  ThreadRank(const scape::ThreadGroup& group, int rank, int threads) : backend(threads), communicator(group, rank) {}
+  ThreadRank(const scape::ThreadGroup& group, int rank, int threads) : communicator(group, rank), backend(threads) {}
   int rank() const { return communicator.rank(); }
+
+  static constexpr int most = 8;  // ranks that the tests ask for
+
+  // Calls body(rank) in `ranks` threads at once, each with its own streams and communicator; throws what was thrown
+  // first. A rank that throws takes the others out of their collectives.
+  template <class F>
+  static void run(int ranks, F body, int threads = 1) {
+    const scape::ThreadGroup group(ranks);
+    std::mutex mutex;
+    std::exception_ptr first;
+    std::vector<std::thread> workers;
+    for (int rank = 0; rank < ranks; ++rank)
+      workers.emplace_back([&, rank] {
+        ThreadRank self(group, rank, threads);
+        try {
+          body(self);
+          self.compute.synchronize();
+          self.side.synchronize();
+        } catch (...) {
+          const std::lock_guard lock(mutex);
+          if (!first) first = std::current_exception();
+          group.abort("rank " + std::to_string(rank) + " failed");
+        }
+      });
+    for (std::thread& worker : workers) worker.join();
+    if (first) std::rethrow_exception(first);
+  }
 };
 
-// Calls body(rank) in `ranks` threads at once, each with its own streams and communicator; throws what the first rank
-// threw. A rank that throws takes the others out of their collectives.
 template <class F>
 void run_ranks(int ranks, F body, int threads = 1) {
-  const scape::ThreadGroup group(ranks);
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(ranks));
-  std::vector<std::thread> workers;
-  for (int rank = 0; rank < ranks; ++rank)
-    workers.emplace_back([&, rank] {
-      try {
-        ThreadRank self(group, rank, threads);
-        body(self);
-        self.compute.synchronize();
-        self.side.synchronize();
-      } catch (...) {
-        errors[static_cast<std::size_t>(rank)] = std::current_exception();
-        group.abort("rank " + std::to_string(rank) + " failed");
-      }
-    });
-  for (std::thread& worker : workers) worker.join();
-  for (const std::exception_ptr& error : errors)
-    if (error) std::rethrow_exception(error);
+  ThreadRank::run(ranks, body, threads);
 }

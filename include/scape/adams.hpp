@@ -95,6 +95,8 @@ struct ResidualAt {
 /// Steps must be made on the same compute stream, or on streams that the caller orders. Layout, communicator and memory
 /// are used as they are; communicator and memory must outlive the optimizer.
 ///
+/// NaN and infinite gradients are worked on like others: they are kept first, and spoil the elements that they reach.
+///
 /// Throws std::invalid_argument for wrong arguments, before anything has changed; scape::Error where ranks disagree on
 /// layout, options or rule (in the constructor, on every rank, naming the odd one). After a step that failed halfway
 /// all further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; docs/algorithm.md.
@@ -108,7 +110,7 @@ class AdamS {
         compute_(compute),
         side_(side),
         options_((options.check(), options)),
-        plan_(layout, options.exact_mask_parts),
+        plan_(fitting(layout, communicator), options.exact_mask_parts),
         tables_(plan_, memory, compute),
         scalars_(1, memory),
         masks_(plan_, tables_.view(), communicator.rank(), options.masks(), memory, compute),
@@ -119,8 +121,6 @@ class AdamS {
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
         select_workspace_(options.density < 1 ? masker_.workspace_bytes(compute) : 0, memory),
         partials_(norm_partials(std::max(plan_.size(), plan_.tiles().size() * tile_bits), compute), memory) {
-    expects(plan_.ranks() == communicator.size(), "layout.ranks()", plan_.ranks(),
-            "must be the communicator's size, " + std::to_string(communicator.size()));
     fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), detail::Reset{}, compute);
     compute.synchronize();
@@ -163,9 +163,9 @@ class AdamS {
   void step(std::span<const float> gradients, std::span<float> parameters, const S& compute,
             StepReport* report = nullptr) {
     expects(gradients.size() == plan_.size(), "gradients.size()", gradients.size(),
-            "must be the layout's size, " + std::to_string(plan_.size()));
+            "must be the layout's size, ", plan_.size());
     expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(),
-            "must be the layout's size, " + std::to_string(plan_.size()));
+            "must be the layout's size, ", plan_.size());
     if (broken_) throw Error("an earlier step failed halfway: the optimizer's state is no longer valid");
     broken_ = true;
     compute_ = compute;
@@ -198,6 +198,13 @@ class AdamS {
   }
 
  private:
+  template <ShardedLayout L>
+  static const L& fitting(const L& layout, const C& communicator) {
+    expects(layout.ranks() == communicator.size(), "layout.ranks()", layout.ranks(), "must be the communicator's size, ",
+            communicator.size());
+    return layout;
+  }
+
   // What a step is: the text to copy for another optimizer.
   void enqueue(std::span<const float> gradients, std::span<float> parameters, const S& compute, StepReport* report) {
     PhaseClock clock(report != nullptr, times_, compute);
@@ -296,7 +303,7 @@ class AdamS {
     copy_values(std::span<const StepScalars>(scalars_.span()), std::span<StepScalars>(host_scalars_), compute);
     compute.synchronize();
     const StepScalars& found = host_scalars_[0];
-    if (kept_before != 0) {
+    if (report.step != 0 && kept_before != 0) {
       const auto both = static_cast<double>(found.overlap);
       report.jaccard = both / (static_cast<double>(kept_before + mask.kept) - both);
       report.energy_share = found.squared_payload == 0 ? 0 : found.squared_overlap / found.squared_payload;

@@ -38,8 +38,10 @@ struct AdamSOptions {
     expects(finite(weight_decay), "weight_decay", weight_decay, "must be finite and at least 0");
     expects(finite(clip_norm), "clip_norm", clip_norm, "must be finite and at least 0");
     expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
-    expects(delay >= 0, "delay", delay, "must be at least 0");
+    expects(delay >= 0 && delay <= 1000, "delay", delay, "must be 0 to 1000");
     expects(refresh >= 1, "refresh", refresh, "must be at least 1");
+    const int coding = static_cast<int>(mask_coding);
+    expects(coding >= 0 && coding <= 2, "mask_coding", coding, "must be one of MaskCoding");
   }
 
   std::uint64_t fingerprint() const noexcept {

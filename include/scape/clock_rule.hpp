@@ -90,7 +90,7 @@ struct ClockRule {
       const float count = static_cast<float>(n);
       const float gradient = divide(payload[position], count);
       const float first = add(multiply(power.beta1, moments[i]), multiply(power.one_minus_beta1, gradient));
-      const float scale = add(root, epsilon);  // 0 only where the first moment is: no step then
+      const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
       const float step = divide(first, choose(scale == 0, 1.0f, scale));
       const float pull = multiply(choose(decay, weight_decay, 0.0f), parameters[i]);
       const float rate = multiply(now.learning_rate, choose(count < cap, count, cap));
@@ -137,10 +137,11 @@ class ClockRule::State {
         table_(powers_of(options)),
         powers_(table_.size(), memory) {
     expects(rule.cap >= 1 && rule.cap <= static_cast<float>(longest), "cap", rule.cap,
-            "must be 1 to " + std::to_string(longest));
+            "must be 1 to ", longest);
     fill_values(moments_.span(), 0.0f, stream);
     fill_values(last_.span(), std::uint16_t{0}, stream);
     copy_values(std::span<const Powers>(table_), powers_.span(), stream);
+    stream.synchronize();
   }
 
   std::size_t state_bytes() const noexcept { return moments_.bytes() + last_.bytes() + powers_.bytes(); }

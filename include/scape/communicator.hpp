@@ -31,7 +31,8 @@ concept Communicator =
       { communicator.bytes_sent() } -> std::convertible_to<std::uint64_t>;
     };
 
-/// A communicator that can also gather parts of different sizes: counts holds every rank's.
+/// A communicator that can also gather parts of different sizes: counts holds every rank's, and is read before the call
+/// returns.
 template <class C, class S>
 concept UnevenCommunicator =
     Communicator<C, S> && requires(C& communicator, std::span<const MaskWord> own, std::span<MaskWord> all,

@@ -17,7 +17,7 @@ namespace scape::inline v0 {
 
 /// The form in which masks travel.
 enum class MaskCoding {
-  automatic,  ///< Elias-Fano where a quarter or less of the selectable elements is kept, else bitmap
+  automatic,  ///< the shorter of the two: Elias-Fano where less than a quarter of the selectable elements is kept
   bitmap,     ///< one bit an element
   elias_fano  ///< k log2(n / k) + k + n / 2^floor(log2(n / k)) bits: a size that n and k fix
 };
@@ -41,9 +41,12 @@ struct MaskOptions {
 ///   masks.finish();
 /// Every rank must make the same calls. A mask stays in use until the next one is due.
 ///
+/// Collectives of one communicator run in order, so a delay above 1 hides an exchange behind more computation only while
+/// no payload is due: 1 is nearly always right.
+///
 /// Owns, in the memory of M, max(delay, 1) + 1 bitmaps with 8 bytes of offsets per 4,096 elements, and the codes of one
 /// mask. An exchange sends (W - 1) / W of the mask's bytes, as bitmap or code. The draft is written on the compute
-/// stream; coding, exchange and decoding run on the side stream. docs/algorithm.md, "What both rules share".
+/// stream; coding, exchange and decoding run on the side stream. Must stay until both have passed; the constructor waits. docs/algorithm.md, "What both rules share".
 template <Stream S, MemoryResource M>
 class DelayedMaskScheduler {
  public:
@@ -56,19 +59,28 @@ class DelayedMaskScheduler {
         codes_(plan.ranks() == 1 ? 0 : largest_code_words(), memory),
         workspace_(codes_.size() == 0 ? 0 : largest_workspace_bytes(), memory) {
     expects(rank >= 0 && rank < plan.ranks(), "rank", rank, "must be below the plan's ranks");
-    expects(options.delay >= 0, "delay", options.delay, "must be at least 0");
+    expects(options.delay >= 0 && options.delay <= 1000, "delay", options.delay, "must be 0 to 1000");
     expects(options.refresh >= 1, "refresh", options.refresh, "must be at least 1");
     const std::size_t slots = static_cast<std::size_t>(std::max(options.delay, 1)) + 1;
     slots_.reserve(slots);
     pending_.reserve(slots);
-    for (std::size_t i = 0; i < slots; ++i) {
-      slots_.emplace_back(plan, memory);
-      fill_mask(tables_, slots_.back().words.span(), stream);  // the dense segments' words stay like this
-      fill_values(slots_.back().words.span().first(plan.exchanged_words()), MaskWord{0}, stream);
-      fill_values(slots_.back().offsets.span(), std::size_t{0}, stream);
+    const std::vector<std::size_t> kept = plan.kept_by_rank(options.density.largest());
+    const std::size_t most = *std::max_element(kept.begin(), kept.end());
+    expects(options.payload_stride == 0 || options.payload_stride >= most, "payload_stride", options.payload_stride,
+            "must be 0 or no less than any rank keeps, ", most);
+    for (std::size_t i = 0; i < slots; ++i) slots_.emplace_back(plan, memory);
+    for (Slot& slot : slots_) {
+      fill_mask(tables_, slot.words.span(), stream);  // the dense segments' words stay like this
+      fill_values(slot.words.span().first(plan.exchanged_words()), MaskWord{0}, stream);
+      fill_values(slot.offsets.span(), std::size_t{0}, stream);
     }
+    count_offsets(tables_, slots_[0].words.span(), options.payload_stride, slots_[0].offsets.span(), stream);
+    slots_[0].kept = options.payload_stride * static_cast<std::size_t>(plan.ranks());
+    for (const Segment& segment : plan.segments())
+      if (segment.dense && options.payload_stride == 0) slots_[0].kept += segment.count;
     fill_values(codes_.span(), MaskWord{0}, stream);  // its padding travels too
     previous_ = current_ = &slots_[0];
+    stream.synchronize();
   }
 
   /// Steps finished.

@@ -29,7 +29,7 @@ class EliasFano {
  public:
   /// Throws std::invalid_argument where kept > bits.
   constexpr EliasFano(std::size_t bits, std::size_t kept) : bits_(bits), kept_(kept) {
-    if (kept > bits) expects(false, "kept", kept, "must be at most bits = " + std::to_string(bits));
+    if (kept > bits) expects(false, "kept", kept, "must be at most bits = ", bits);
   }
 
   constexpr std::size_t bits() const noexcept { return bits_; }

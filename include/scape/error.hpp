@@ -17,12 +17,14 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Throws std::invalid_argument "ARGUMENT is VALUE: REQUIREMENT" unless `holds`. Called before anything is changed.
-template <class Value>
-void expects(bool holds, std::string_view argument, const Value& value, std::string_view requirement) {
+/// Throws std::invalid_argument "ARGUMENT is VALUE: REQUIREMENT" unless `holds`. Called before anything is changed; the
+/// text, the requirement's parts in a row, is put together only where it is thrown.
+template <class Value, class... Requirement>
+void expects(bool holds, std::string_view argument, const Value& value, const Requirement&... requirement) {
   if (holds) return;
   std::ostringstream text;
-  text << argument << " is " << value << ": " << requirement;
+  text << argument << " is " << value << ": ";
+  (text << ... << requirement);
   throw std::invalid_argument(text.str());
 }
 

@@ -142,13 +142,13 @@ class MaskPlan {
       const Segment& segment = segments_[i];
       const std::string name = "layout.segments()[" + std::to_string(i) + "]";
       expects(segment.begin == end, name + ".begin", segment.begin,
-              "segments must be in order, disjoint and covering; expected " + std::to_string(end));
+              "segments must be in order, disjoint and covering; expected ", end);
       expects(segment.count <= size_ - end, name + ".count", segment.count, "runs past the layout's size");
       expects(segment.owner >= 0 && segment.owner < ranks_, name + ".owner", segment.owner,
-              "must be a rank, 0 to " + std::to_string(ranks_ - 1));
+              "must be a rank, 0 to ", (ranks_ - 1));
       end += segment.count;
     }
-    expects(end == size_, "layout.size()", size_, "the segments cover " + std::to_string(end) + " elements");
+    expects(end == size_, "layout.size()", size_, "the segments cover ", end + " elements");
   }
 
   void place_parts() {

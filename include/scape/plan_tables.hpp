@@ -8,11 +8,12 @@
 
 namespace scape::inline v0 {
 
-/// A MaskPlan's tables in memory that the stream's work can read: 32 bytes for every 4,096 elements, 32 a segment.
+/// A MaskPlan's tables in memory that the stream's work can read: 32 bytes for every 4,096 elements
+/// and 24 a segment. Must stay until the streams that use it have passed.
 template <MemoryResource M>
 class PlanTables {
  public:
-  /// The plan must live until the stream has passed.
+  /// Copies, and waits.
   template <Stream S>
   PlanTables(const MaskPlan& plan, M& memory, const S& stream)
       : tiles_(plan.tiles().size(), memory),
@@ -21,6 +22,7 @@ class PlanTables {
     copy_values(plan.view().tiles, tiles_.span(), stream);
     copy_values(plan.view().segments, segments_.span(), stream);
     copy_values(plan.view().first_tile, first_tile_.span(), stream);
+    stream.synchronize();
   }
 
   PlanView view() const noexcept { return {tiles_.span(), segments_.span(), first_tile_.span()}; }

@@ -38,7 +38,7 @@ struct Clear {
 /// What was not sent yet: the array that every gradient is added to.
 ///
 /// Owns 4 bytes a parameter, zero at first, in the memory of M. All work is enqueued on the stream that is given; the
-/// gradient must stay until the stream has passed. Accumulating moves 12 bytes a parameter (gradient and state read,
+/// gradient, and the store itself, must stay until the stream has passed; the constructor waits. Accumulating moves 12 bytes a parameter (gradient and state read,
 /// state written) and two bits, and 4 more for each kept element.
 template <MemoryResource M>
 class ResidualStore {
@@ -46,6 +46,7 @@ class ResidualStore {
   template <Stream S>
   ResidualStore(std::size_t size, M& memory, const S& stream) : values_(size, memory) {
     fill_values(values_.span(), 0.0f, stream);
+    stream.synchronize();
   }
 
   std::span<float> values() const noexcept { return values_.span(); }
@@ -56,9 +57,11 @@ class ResidualStore {
   void accumulate(std::span<const G> gradient, MaskView before, MaskView mask, std::span<float> payload,
                   std::span<float> moments, const Rule& rule, const StepScalars& scalars, const S& stream) const {
     expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(),
-            "must be the store's size, " + std::to_string(values_.size()));
+            "must be the store's size, ", values_.size());
     expects(payload.size() >= mask.kept, "payload.size()", payload.size(),
-            "must be at least the mask's " + std::to_string(mask.kept));
+            "must be at least the mask's ", mask.kept);
+    if constexpr (requires { rule.moment(0.0f, true); })
+      expects(moments.size() >= mask.kept, "moments.size()", moments.size(), "must be at least the mask's ", mask.kept);
     accumulate_gradient(gradient, values(), before.words, mask, payload, moments, rule, scalars, stream);
   }
 
@@ -66,7 +69,7 @@ class ResidualStore {
   template <class G, Stream S>
   void add(std::span<const G> gradient, const S& stream) const {
     expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(),
-            "must be the store's size, " + std::to_string(values_.size()));
+            "must be the store's size, ", values_.size());
     for_each(values_.size(), detail::AddTo<G>{values_.span().data(), gradient.data()}, stream);
   }
 

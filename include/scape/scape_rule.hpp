@@ -24,7 +24,8 @@ enum class BiasCorrection {
 /// By what the owner ranks the elements of its segments for the next mask.
 enum class MaskScore {
   corrected,  ///< |beta1 m + (1 - beta1) u|, u the owner's own residual plus gradient: known before the payload travels
-  updated     ///< |m| after the update where kept, (1 - beta1) |residual| elsewhere
+  updated     ///< |m| after the update where kept, (1 - beta1) |residual| elsewhere; a mask made from its own step's
+              ///< numbers (the first one, and every one with delay 0) is scored by `corrected` even so
 };
 
 /// The paper's update rule (docs/algorithm.md, "Rule scape"): an element that leaves the mask gives its first moment back to
@@ -95,7 +96,7 @@ struct ScapeRule {
     SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, float root, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);
       const float first = add(multiply(beta1, moments[position]), multiply(one_minus_beta1, gradient));
-      const float scale = add(root, epsilon);  // 0 only where the first moment is: no step then
+      const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
       const float step = divide(divide(first, now.first_correction), choose(scale == 0, 1.0f, scale));
       parameters[i] = subtract(parameters[i], multiply(now.learning_rate, step));
       state[i] = first;

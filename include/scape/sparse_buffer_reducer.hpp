@@ -49,7 +49,7 @@ class SparseBufferReducer {
   /// The mask's part of the payload.
   std::span<float> payload(MaskView mask) const {
     expects(mask.kept <= payload_.size(), "mask.kept", mask.kept,
-            "must be at most the payload's capacity, " + std::to_string(payload_.size()));
+            "must be at most the payload's capacity, ", payload_.size());
     return payload_.span().first(mask.kept);
   }
 
@@ -78,7 +78,7 @@ class SparseBufferReducer {
   void reduce_scatter(std::size_t stride, std::span<float> own, C& communicator, const S& compute, const S& side) {
     const std::size_t count = stride * static_cast<std::size_t>(communicator.size());
     expects(count <= payload_.size(), "stride", stride, "size() times it must fit the payload's capacity");
-    expects(own.size() == stride, "own.size()", own.size(), "must be the stride, " + std::to_string(stride));
+    expects(own.size() == stride, "own.size()", own.size(), "must be the stride, ", stride);
     begin(compute, side);
     communicator.reduce_scatter_mean(payload_.span().first(count), own, side);
     side.record(reduced_);

@@ -26,7 +26,8 @@ struct StepScalars {
   float payload_scale = 1;          ///< multiplies the reduced payload as it is read
 };
 
-/// The factor that clips a norm: limit / (norm + 1e-6) above the limit, else 1; limit 0 is no clipping.
+/// The factor that clips a norm: limit / (norm + 1e-6) above the limit, else 1; limit 0 is no clipping. An infinite norm
+/// gives 0, so one infinite element makes itself NaN and all others 0.
 SCAPE_HOST_DEVICE inline float clip_scale(double squared_norm, float limit) {
   const double norm = std::sqrt(squared_norm);
   return limit > 0 && norm > static_cast<double>(limit) ? static_cast<float>(static_cast<double>(limit) / (norm + 1e-6))

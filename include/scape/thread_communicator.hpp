@@ -2,6 +2,7 @@
 
 #include <scape/communicator.hpp>
 #include <scape/error.hpp>
+#include <scape/fingerprint.hpp>
 #include <scape/host/loop.hpp>
 #include <scape/host/stream.hpp>
 
@@ -42,17 +43,23 @@ class ThreadGroup {
     std::size_t count = 0;  // elements that all ranks must agree on
     const void* in = nullptr;
     void* out = nullptr;
+    std::size_t own = 0;  // of an uneven gather: this rank's elements, and a hash of all ranks'
+    std::uint64_t counts = 0;
   };
 
   struct State {
     explicit State(int ranks, std::chrono::milliseconds patience)
-        : patience(patience), calls(static_cast<std::size_t>(ranks)), left(static_cast<std::size_t>(ranks)), reading(left.size()) {}
+        : patience(patience),
+          calls(static_cast<std::size_t>(ranks)),
+          left(calls.size()),
+          reading(calls.size()),
+          here(calls.size()) {}
 
     const std::chrono::milliseconds patience;
     std::mutex mutex;
     std::condition_variable changed;
     std::vector<Call> calls;
-    std::vector<char> left, reading;  // by rank; reading: may look into the others' buffers
+    std::vector<char> left, reading, here;  // by rank: gone; may look into the others' buffers; waits for the others
     std::size_t arrived = 0;
     std::uint64_t generation = 0, collectives = 0;
     std::string broken;
@@ -60,6 +67,12 @@ class ThreadGroup {
     void fail(const std::string& reason) {  // with the mutex held
       if (broken.empty()) broken = reason;
       changed.notify_all();
+    }
+    // A rank's work has failed: it reads no more, and nobody is to wait for it.
+    void give_up(std::size_t rank, const std::string& reason) {
+      const std::lock_guard lock(mutex);
+      reading[rank] = false;
+      fail(reason);
     }
     // Returns when all ranks are here; throws on all of them where one cannot come, but not while a rank may still be
     // reading the others' buffers, as all do between the first and the last meeting of a collective.
@@ -81,12 +94,13 @@ class ThreadGroup {
 class ThreadCommunicator {
  public:
   ThreadCommunicator(const ThreadGroup& group, int rank) : state_(group.state_), rank_(static_cast<std::size_t>(rank)) {
-    expects(rank >= 0 && rank < group.size(), "rank", rank, "must be 0 to " + std::to_string(group.size() - 1));
+    expects(rank >= 0 && rank < group.size(), "rank", rank, "must be 0 to ", (group.size() - 1));
   }
   ThreadCommunicator(const ThreadCommunicator&) = delete;
   ~ThreadCommunicator() {
     const std::lock_guard lock(state_->mutex);
     state_->left[rank_] = true;
+    state_->reading[rank_] = false;
     state_->changed.notify_all();
   }
 
@@ -104,10 +118,10 @@ class ThreadCommunicator {
 
   /// Sends 2 (W - 1) / W * in.size_bytes(): every rank sums one slice, then all gather the slices.
   void all_reduce_mean(std::span<const float> in, std::span<float> out, const HostStream& stream) {
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), " + std::to_string(in.size()));
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
     const std::size_t own = slice(in.size(), rank_).size;
     bytes_sent_ += (in.size() - own + (ranks() - 1) * own) * sizeof(float);
-    stream.enqueue([this, in, out, &pool = stream.pool()] {
+    enqueue(stream, [this, in, out, &pool = stream.pool()] {
       state_->join(rank_, {"all_reduce_mean", in.size(), in.data(), out.data()});
       const Slice own = slice(in.size(), rank_);
       mean_of(own.begin, out.data() + own.begin, own.size, pool);
@@ -121,9 +135,9 @@ class ThreadCommunicator {
   /// Sends (W - 1) / W * in.size_bytes().
   void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const HostStream& stream) {
     expects(in.size() == out.size() * ranks(), "in.size()", in.size(),
-            "must be size() * out.size(), " + std::to_string(out.size() * ranks()));
+            "must be size() * out.size(), ", (out.size() * ranks()));
     bytes_sent_ += (ranks() - 1) * out.size_bytes();
-    stream.enqueue([this, in, out, &pool = stream.pool()] {
+    enqueue(stream, [this, in, out, &pool = stream.pool()] {
       state_->join(rank_, {"reduce_scatter_mean", in.size(), in.data(), out.data()});
       mean_of(rank_ * out.size(), out.data(), out.size(), pool);
       state_->meet(rank_, true);
@@ -133,33 +147,51 @@ class ThreadCommunicator {
   /// Sends (W - 1) * own.size_bytes().
   void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const HostStream& stream) {
     expects(all.size() == own.size() * ranks(), "all.size()", all.size(),
-            "must be size() * own.size(), " + std::to_string(own.size() * ranks()));
+            "must be size() * own.size(), ", (own.size() * ranks()));
     bytes_sent_ += (ranks() - 1) * own.size_bytes();
-    stream.enqueue([this, own, all] {
+    enqueue(stream, [this, own, all] {
       state_->join(rank_, {"all_gather", all.size(), own.data(), all.data()});
       for (std::size_t other = 0; other < ranks(); ++other) place(other, own.size(), all.data() + other * own.size());
       state_->meet(rank_, true);
     });
   }
 
-  /// Sends (W - 1) * own.size_bytes(). `counts` must live until the stream has passed.
+  /// Sends (W - 1) * own.size_bytes().
   void all_gather_uneven(std::span<const MaskWord> own, std::span<MaskWord> all, std::span<const std::size_t> counts,
                          const HostStream& stream) {
-    expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), " + std::to_string(ranks()));
+    expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), ", ranks());
     expects(counts[rank_] == own.size(), "own.size()", own.size(), "must be counts[rank()]");
     std::size_t total = 0;
     for (const std::size_t count : counts) total += count;
-    expects(all.size() == total, "all.size()", all.size(), "must be the sum of counts, " + std::to_string(total));
+    expects(all.size() == total, "all.size()", all.size(), "must be the sum of counts, ", total);
     bytes_sent_ += (ranks() - 1) * own.size_bytes();
-    stream.enqueue([this, own, all, counts] {
-      state_->join(rank_, {"all_gather_uneven", all.size(), own.data(), all.data()});
+    Fingerprint print;
+    for (const std::size_t count : counts) print.add(std::uint64_t{count});
+    enqueue(stream, [this, own, all, print = print.value()] {
+      state_->join(rank_, {"all_gather_uneven", all.size(), own.data(), all.data(), own.size(), print});
       MaskWord* to = all.data();
-      for (std::size_t other = 0; other < ranks(); to += counts[other++]) place(other, counts[other], to);
+      for (std::size_t other = 0; other < ranks(); to += state_->calls[other++].own)
+        place(other, state_->calls[other].own, to);
       state_->meet(rank_, true);
     });
   }
 
  private:
+  template <class F>
+  void enqueue(const HostStream& stream, F collective) {
+    stream.enqueue([this, collective] {
+      try {
+        collective();
+      } catch (const Error& error) {
+        state_->give_up(rank_, error.what());
+        throw;
+      } catch (...) {
+        state_->give_up(rank_, "rank " + std::to_string(rank_) + " failed in a collective");
+        throw;
+      }
+    });
+  }
+
   struct Slice {
     std::size_t begin, size;
   };
@@ -233,16 +265,24 @@ inline void ThreadGroup::State::meet(std::size_t rank, bool last) {
          " waits in " + calls[rank].name + ", collective " + std::to_string(collectives));
     return true;
   };
+  const auto now = std::chrono::steady_clock::now();
+  const auto end = std::chrono::steady_clock::time_point::max();
+  const auto until = patience < std::chrono::duration_cast<std::chrono::milliseconds>(end - now) ? now + patience : end;
+  if (broken.empty()) here[rank] = true;
   if (broken.empty() && ++arrived == calls.size()) {
     arrived = 0;
+    std::fill(here.begin(), here.end(), false);
     std::fill(reading.begin(), reading.end(), !last);
     collectives += last;
     ++generation;
     changed.notify_all();
-  } else if (!changed.wait_for(lock, patience, over)) {
+  } else if (!changed.wait_until(lock, until, over)) {
+    std::string missing;
+    for (std::size_t other = 0; other < here.size(); ++other)
+      if (!here[other]) missing += ", rank " + std::to_string(other) + " did not";
     fail("rank " + std::to_string(rank) + " has waited for " + std::to_string(patience.count()) + " ms in " +
          calls[rank].name + ", collective " + std::to_string(collectives) + ": only " + std::to_string(arrived) +
-         " of " + std::to_string(calls.size()) + " ranks came");
+         " of " + std::to_string(calls.size()) + " ranks came" + missing);
   }
   if (generation != mine) return;
   changed.wait(lock, [&] { return std::find(reading.begin(), reading.end(), true) == reading.end(); });
@@ -252,23 +292,16 @@ inline void ThreadGroup::State::meet(std::size_t rank, bool last) {
 inline void ThreadGroup::State::join(std::size_t rank, const Call& call) {
   {
     const std::lock_guard lock(mutex);
-    calls[rank] = call;
+    if (broken.empty()) calls[rank] = call;  // else others may still be comparing
   }
   meet(rank);
-  try {
-    check_calls();
-  } catch (const Error& error) {
-    const std::lock_guard lock(mutex);
-    reading[rank] = false;
-    fail(error.what());
-    throw;
-  }
+  check_calls();
 }
 
 // All ranks come to the same verdict, since all see the same calls.
 inline void ThreadGroup::State::check_calls() {
   const auto same = [](const Call& a, const Call& b) {
-    return a.count == b.count && std::strcmp(a.name, b.name) == 0;
+    return a.count == b.count && a.counts == b.counts && std::strcmp(a.name, b.name) == 0;
   };
   const auto agreeing = [&](const Call& call) {
     return std::count_if(calls.begin(), calls.end(), [&](const Call& other) { return same(call, other); });

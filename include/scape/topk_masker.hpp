@@ -47,7 +47,7 @@ class TopKMasker {
  public:
   /// `tables` are the plan's, where the stream's work can read them (PlanTables).
   TopKMasker(const MaskPlan& plan, PlanView tables, int rank) : plan_(&plan), tables_(tables), rank_(rank) {
-    expects(rank >= 0 && rank < plan.ranks(), "rank", rank, "must be 0 to " + std::to_string(plan.ranks() - 1));
+    expects(rank >= 0 && rank < plan.ranks(), "rank", rank, "must be 0 to ", (plan.ranks() - 1));
   }
 
   /// For streams whose work can read the plan itself: HostStream.
@@ -71,10 +71,10 @@ class TopKMasker {
         "selection is not implemented for this stream; include <scape/host/select.hpp> or <scape/cuda/select.cuh>");
     expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
     expects(mask.size() == plan_->words(), "mask.size()", mask.size(),
-            "must be plan.words(), " + std::to_string(plan_->words()));
+            "must be plan.words(), ", plan_->words());
     const std::size_t needed = workspace_bytes(stream);
     expects(workspace.size() >= needed, "workspace.size()", workspace.size(),
-            "must be at least workspace_bytes(), " + std::to_string(needed));
+            "must be at least workspace_bytes(), ", needed);
     select_top(*plan_, tables_, rank_, density, score, mask, workspace, stream);
   }
 
@@ -83,7 +83,7 @@ class TopKMasker {
   void select(std::span<const float> values, double density, std::span<MaskWord> mask, std::span<std::byte> workspace,
               const S& stream) const {
     expects(values.size() == plan_->size(), "values.size()", values.size(),
-            "must be plan.size(), " + std::to_string(plan_->size()));
+            "must be plan.size(), ", plan_->size());
     select(Magnitude{values.data()}, density, mask, workspace, stream);
   }
 

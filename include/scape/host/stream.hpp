@@ -128,7 +128,7 @@ class HostPool {
 
 /// An ordered queue of work with a thread of its own, whose loops run on a HostPool. Copies are the same queue.
 ///
-/// Enqueuing does not allocate; it blocks while `capacity` items wait. What work throws is kept: the rest of the queue
+/// The last copy must not be destroyed by the queue's own work. Enqueuing does not allocate; it blocks while `capacity` items wait. What work throws is kept: the rest of the queue
 /// is skipped, streams that wait for this one fail too, and enqueue and synchronize throw it, from then on.
 class HostStream {
   struct State;
@@ -181,7 +181,7 @@ class HostStream {
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
-    std::uint64_t enqueued = 0, completed = 0;
+    std::uint64_t enqueued = 0, completed = 0, failed = 0;  // failed: the item that did
     std::exception_ptr error;
 
     std::uint64_t position() {
@@ -192,7 +192,7 @@ class HostStream {
     void wait(std::uint64_t point) {
       std::unique_lock lock(mutex);
       changed.wait(lock, [&] { return completed >= point; });
-      if (error) std::rethrow_exception(error);
+      if (error && point > failed) std::rethrow_exception(error);
     }
   };
 
@@ -255,7 +255,10 @@ class HostStream {
           error = std::current_exception();
         }
         lock.lock();
-        if (error) state->error = error;
+        if (error) {
+          state->error = error;
+          state->failed = state->completed;
+        }
         ++state->completed;
         state->changed.notify_all();
       }

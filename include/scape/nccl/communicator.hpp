@@ -41,7 +41,7 @@ class NcclCommunicator {
   }
 
   void all_reduce_mean(std::span<const float> in, std::span<float> out, const CudaStream& stream) {
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), " + std::to_string(in.size()));
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
     bytes_sent_ += 2 * others(in.size_bytes()) / ranks();
     check(ncclAllReduce(in.data(), out.data(), in.size(), ncclFloat, ncclAvg, communicator_, stream.handle()),
           "ncclAllReduce");
@@ -49,7 +49,7 @@ class NcclCommunicator {
 
   void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const CudaStream& stream) {
     expects(in.size() == out.size() * ranks(), "in.size()", in.size(),
-            "must be size() * out.size(), " + std::to_string(out.size() * ranks()));
+            "must be size() * out.size(), ", (out.size() * ranks()));
     bytes_sent_ += others(out.size_bytes());
     check(ncclReduceScatter(in.data(), out.data(), out.size(), ncclFloat, ncclAvg, communicator_, stream.handle()),
           "ncclReduceScatter");
@@ -57,7 +57,7 @@ class NcclCommunicator {
 
   void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const CudaStream& stream) {
     expects(all.size() == own.size() * ranks(), "all.size()", all.size(),
-            "must be size() * own.size(), " + std::to_string(own.size() * ranks()));
+            "must be size() * own.size(), ", (own.size() * ranks()));
     bytes_sent_ += others(own.size_bytes());
     check(ncclAllGather(own.data(), all.data(), own.size(), ncclUint32, communicator_, stream.handle()),
           "ncclAllGather");
@@ -66,7 +66,7 @@ class NcclCommunicator {
   /// A broadcast from every rank that has a part, in one group.
   void all_gather_uneven(std::span<const MaskWord> own, std::span<MaskWord> all, std::span<const std::size_t> counts,
                          const CudaStream& stream) {
-    expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), " + std::to_string(ranks()));
+    expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), ", ranks());
     expects(counts[static_cast<std::size_t>(rank_)] == own.size(), "own.size()", own.size(), "must be counts[rank()]");
     bytes_sent_ += others(own.size_bytes());
     check(ncclGroupStart(), "ncclGroupStart");

@@ -1,0 +1,3 @@
+// Compiled once for all tests: doctest itself and main.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>

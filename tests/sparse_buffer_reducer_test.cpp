@@ -1,0 +1,337 @@
+// SparseBufferReducer: values at a mask to one payload, its mean over the ranks, and back.
+
+#include "ranks.hpp"
+
+#include <scape/layout.hpp>
+#include <scape/mask_plan.hpp>
+#include <scape/plan_tables.hpp>
+#include <scape/sparse_buffer_reducer.hpp>
+
+#include <scape/host/pack.hpp>
+#include <scape/host/update.hpp>
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <latch>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using scape::MaskPlan;
+using scape::MaskWord;
+using scape::Segment;
+using scape::SparseBufferReducer;
+using Floats = std::vector<float>;
+using Words = std::vector<MaskWord>;
+using Counts = std::vector<std::size_t>;
+
+constexpr int worlds[] = {1, 2, 3, 5, 8};
+constexpr float untouched = -77;
+
+struct OwnLayout {
+  std::vector<Segment> list;
+  int count;
+  std::size_t size() const { return list.empty() ? 0 : list.back().begin + list.back().count; }
+  int ranks() const { return count; }
+  std::span<const Segment> segments() const { return list; }
+};
+
+// Segments of all kinds in an order that is not the owners'; some ranks may own nothing.
+OwnLayout mixed_layout(int ranks) {
+  OwnLayout layout{{}, ranks};
+  const auto add = [&](std::size_t count, int owner, bool dense = false) {
+    layout.list.push_back({layout.size(), count, owner % ranks, dense});
+  };
+  add(100, 1);
+  add(7, 0, true);
+  add(5000, 0);
+  add(0, 1);
+  add(33, 4, true);
+  add(1, 1);
+  add(4096, 5);
+  return layout;
+}
+
+std::uint32_t random_bits(std::size_t i) {
+  std::uint64_t x = i * 0x9e3779b97f4a7c15 + 0x7f4a7c15;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return static_cast<std::uint32_t>(x >> 32);
+}
+
+// Of many magnitudes: another order of the sum gives other bits.
+Floats floats_of(std::size_t rank, std::size_t count) {
+  Floats values(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t bits = random_bits(i * 64 + rank);
+    values[i] = std::bit_cast<float>((bits & 0x807fffff) | (120 + bits % 16) << 23);
+  }
+  return values;
+}
+
+// Whether an element is kept: of 1000, `share`; in dense segments all.
+bool kept(const Segment& segment, std::size_t element, std::uint32_t share) {
+  return segment.dense || random_bits(element + 12345) % 1000 < share;
+}
+
+// The same, laid out by hand: bits, kept elements in payload order, and by rank how many of them.
+struct Drawn {
+  Words words;
+  Counts elements, by_rank;
+
+  Drawn(const MaskPlan& plan, std::uint32_t share)
+      : words(plan.words()), by_rank(static_cast<std::size_t>(plan.ranks())) {
+    for (const scape::Tile& tile : plan.tiles()) {
+      const Segment& segment = plan.segments()[tile.segment];
+      for (std::size_t i = 0; i < tile.count; ++i) {
+        if (!kept(segment, tile.element + i, share)) continue;
+        words[(tile.bit + i) / 32] |= MaskWord{1} << (tile.bit + i) % 32;
+        elements.push_back(tile.element + i);
+        ++by_rank[static_cast<std::size_t>(segment.owner)];
+      }
+    }
+  }
+};
+
+// A drawn mask in the stream's memory. Its payload is packed, or padded where a stride is given.
+template <class Backend>
+class Mask {
+ public:
+  Mask(Backend& backend, const MaskPlan& plan, const Drawn& drawn, std::size_t stride = 0)
+      : tables_(plan, backend.memory, backend.stream),
+        words_(backend.array(drawn.words)),
+        offsets_(plan.tiles().size(), backend.memory),
+        kept_(stride == 0 ? drawn.elements.size() : stride * drawn.by_rank.size()) {
+    count_offsets(tables_.view(), words_.span(), stride, offsets_.span(), backend.stream);
+    backend.stream.synchronize();
+  }
+  scape::MaskView view() const { return {tables_.view(), words_.span(), offsets_.span(), kept_}; }
+
+ private:
+  scape::PlanTables<std::remove_cvref_t<decltype(std::declval<Backend&>().memory)>> tables_;
+  typename Backend::template Array<MaskWord> words_;
+  typename Backend::template Array<std::size_t> offsets_;
+  std::size_t kept_;
+};
+
+template <class Backend>
+auto reducer_of(Backend& backend, std::size_t capacity) {
+  using Memory = std::remove_cvref_t<decltype(backend.memory)>;
+  return SparseBufferReducer<typename Backend::Stream, Memory>(capacity, backend.memory);
+}
+
+bool same_bits(std::span<const float> a, std::span<const float> b) {
+  return std::ranges::equal(a, b, {}, std::bit_cast<std::uint32_t, float>, std::bit_cast<std::uint32_t, float>);
+}
+
+Floats at(const Floats& values, const Counts& elements) {
+  Floats result;
+  for (const std::size_t element : elements) result.push_back(values[element]);
+  return result;
+}
+
+template <class Backend>
+Floats read(Backend& backend, std::span<const float> from) {
+  Floats values(from.size());
+  scape::copy_values(from, std::span<float>(values), backend.stream);
+  backend.stream.synchronize();
+  return values;
+}
+
+// The mean of the ranks' values at the mask, in the order of the ranks.
+Floats mean_at(std::size_t ranks, std::size_t size, const Counts& elements) {
+  Floats sum = at(floats_of(0, size), elements);
+  for (std::size_t rank = 1; rank < ranks; ++rank) {
+    const Floats values = at(floats_of(rank, size), elements);
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
+  }
+  for (float& value : sum) value /= static_cast<float>(ranks);
+  return sum;
+}
+
+template <class F>
+std::string message_of(F f) {
+  try {
+    f();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+constexpr std::uint32_t shares[] = {0, 1, 10, 250, 999, 1000};
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("gather and scatter: the kept elements, at their places, and no others", Backend, SCAPE_BACKENDS) {
+  Backend backend;
+  for (const int ranks : {1, 3, 8})
+    for (const bool exact : {false, true})
+      for (const std::uint32_t share : shares) {
+        CAPTURE(ranks);
+        CAPTURE(exact);
+        CAPTURE(share);
+        const MaskPlan plan(mixed_layout(ranks), exact);
+        const Drawn drawn(plan, share);
+        const Mask<Backend> mask(backend, plan, drawn);
+        const Floats values = floats_of(3, plan.size());
+        const auto reducer = reducer_of(backend, drawn.elements.size() + 3);
+        CHECK(reducer.capacity() == drawn.elements.size() + 3);
+        CHECK(reducer.payload(mask.view()).size() == drawn.elements.size());
+
+        const auto from = backend.array(values);
+        reducer.gather(from.span(), mask.view(), backend.stream);
+        CHECK(same_bits(read(backend, reducer.payload(mask.view())), at(values, drawn.elements)));
+
+        const auto to = backend.array(Floats(plan.size(), untouched));
+        reducer.scatter(mask.view(), to.span(), backend.stream);
+        Floats expected(plan.size(), untouched);
+        for (const std::size_t element : drawn.elements) expected[element] = values[element];
+        CHECK(same_bits(backend.read(to), expected));
+      }
+}
+
+TEST_CASE_TEMPLATE("a mask without elements, and a layout without", Backend, SCAPE_BACKENDS) {
+  Backend backend;
+  for (const OwnLayout& layout :
+       {OwnLayout{{}, 2}, OwnLayout{{{0, 0, 1}, {0, 0, 0, true}}, 2}, OwnLayout{{{0, 100, 1}}, 2}}) {
+    const MaskPlan plan(layout);
+    const Drawn drawn(plan, 0);
+    const Mask<Backend> mask(backend, plan, drawn);
+    const auto reducer = reducer_of(backend, 0);
+    const auto values = backend.array(Floats(plan.size(), untouched));
+    reducer.gather(values.span(), mask.view(), backend.stream);
+    reducer.scatter(mask.view(), values.span(), backend.stream);
+    CHECK(reducer.payload(mask.view()).empty());
+    CHECK(backend.read(values) == Floats(plan.size(), untouched));
+  }
+}
+
+TEST_CASE_TEMPLATE("a mask that keeps more than the capacity is refused before anything is touched", Backend,
+                   SCAPE_BACKENDS) {
+  Backend backend;
+  const MaskPlan plan(mixed_layout(2));
+  const Drawn drawn(plan, 100);
+  const Mask<Backend> mask(backend, plan, drawn);
+  const auto reducer = reducer_of(backend, drawn.elements.size() - 1);
+  const auto values = backend.array(Floats(plan.size(), untouched));
+  const std::string expected = "mask.kept is " + std::to_string(drawn.elements.size()) + ":";
+  CHECK(message_of([&] { reducer.payload(mask.view()); }).starts_with(expected));
+  CHECK(message_of([&] { reducer.gather(values.span(), mask.view(), backend.stream); }).starts_with(expected));
+  CHECK(message_of([&] { reducer.scatter(mask.view(), values.span(), backend.stream); }).starts_with(expected));
+  CHECK(backend.read(values) == Floats(plan.size(), untouched));
+}
+
+TEST_CASE("reduce: the mean at the mask in one collective, the documented bytes; off the mask nothing moves") {
+  for (const int world : worlds)
+    for (const std::uint32_t share : {0u, 100u, 1000u}) {
+      CAPTURE(world);
+      CAPTURE(share);
+      const MaskPlan plan(mixed_layout(world));
+      const Drawn drawn(plan, share);
+      const Floats mean = mean_at(static_cast<std::size_t>(world), plan.size(), drawn.elements);
+      std::atomic<std::uint64_t> bytes = 0;
+      run_ranks(world, [&](auto& rank) {
+        const std::size_t me = static_cast<std::size_t>(rank.rank());
+        const Mask mask(rank.backend, plan, drawn);
+        auto reducer = reducer_of(rank.backend, drawn.elements.size());
+        const Floats mine = floats_of(me, plan.size());
+        const auto values = rank.backend.array(mine);
+        reducer.gather(values.span(), mask.view(), rank.compute);
+        reducer.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
+        reducer.wait(rank.compute);
+        reducer.scatter(mask.view(), values.span(), rank.compute);
+        rank.compute.synchronize();
+        CHECK(same_bits(read(rank.backend, reducer.payload(mask.view())), mean));
+        Floats expected = mine;
+        for (std::size_t i = 0; i < mean.size(); ++i) expected[drawn.elements[i]] = mean[i];
+        CHECK(same_bits(rank.backend.read(values), expected));
+        bytes += rank.communicator.bytes_sent();
+      });
+      CHECK(bytes == 2 * static_cast<std::size_t>(world - 1) * drawn.elements.size() * 4);
+    }
+}
+
+TEST_CASE("reduce_scatter: every owner has its part of what reduce gives, bit for bit, for half the bytes") {
+  for (const int world : worlds)
+    for (const std::uint32_t share : {0u, 100u, 1000u})
+      for (const std::size_t padding : Counts{0, 3}) {
+        CAPTURE(world);
+        CAPTURE(share);
+        CAPTURE(padding);
+        const MaskPlan plan(mixed_layout(world));
+        const Drawn drawn(plan, share);
+        const Floats mean = mean_at(static_cast<std::size_t>(world), plan.size(), drawn.elements);
+        const std::size_t stride = *std::max_element(drawn.by_rank.begin(), drawn.by_rank.end()) + padding;
+        run_ranks(world, [&](auto& rank) {
+          const std::size_t me = static_cast<std::size_t>(rank.rank()), ranks = static_cast<std::size_t>(world);
+          const Mask mask(rank.backend, plan, drawn, stride);
+          auto reducer = reducer_of(rank.backend, stride * ranks);
+          scape::fill_values(reducer.payload(mask.view()), 0.0f, rank.compute);
+          const auto values = rank.backend.array(floats_of(me, plan.size()));
+          const auto own = rank.backend.array(Floats(stride, untouched));
+          reducer.gather(values.span(), mask.view(), rank.compute);
+          reducer.reduce_scatter(stride, own.span(), rank.communicator, rank.compute, rank.side);
+          reducer.wait(rank.compute);
+          rank.compute.synchronize();
+          std::size_t begin = 0;
+          for (std::size_t other = 0; other < me; ++other) begin += drawn.by_rank[other];
+          const Floats part = rank.backend.read(own);
+          CHECK(same_bits(std::span(part).first(drawn.by_rank[me]), std::span(mean).subspan(begin, drawn.by_rank[me])));
+          CHECK(std::all_of(part.begin() + static_cast<std::ptrdiff_t>(drawn.by_rank[me]), part.end(),
+                            [](float x) { return x == 0; }));
+          CHECK(rank.communicator.bytes_sent() == (ranks - 1) * stride * 4);
+        });
+      }
+}
+
+TEST_CASE("reduce_scatter refuses a stride that does not fit") {
+  run_ranks(2, [](auto& rank) {
+    auto reducer = reducer_of(rank.backend, 10);
+    const auto own = rank.backend.array(Floats(8, untouched));
+    const auto refusal = [&](std::size_t stride, std::size_t size) {
+      return message_of(
+          [&] { reducer.reduce_scatter(stride, own.span().first(size), rank.communicator, rank.compute, rank.side); });
+    };
+    CHECK(refusal(6, 6).starts_with("stride is 6:"));
+    CHECK(refusal(5, 4).starts_with("own.size() is 4:"));
+    CHECK(refusal((~std::size_t{0} >> 1) + 3, 2) != "nothing was thrown");  // twice as much is 4
+    CHECK(rank.communicator.bytes_sent() == 0);
+  });
+}
+
+TEST_CASE("between reduce and wait compute goes on; from wait on it has the mean; many rounds in one buffer") {
+  const MaskPlan plan(mixed_layout(3));
+  const Drawn drawn(plan, 300);
+  const Floats mean = mean_at(3, plan.size(), drawn.elements);
+  run_ranks(3, [&](auto& rank) {
+    const Mask mask(rank.backend, plan, drawn);
+    auto reducer = reducer_of(rank.backend, drawn.elements.size());
+    const auto values = rank.backend.array(floats_of(static_cast<std::size_t>(rank.rank()), plan.size()));
+    const auto results = rank.backend.array(Floats(plan.size(), untouched));
+    reducer.wait(rank.compute);  // nothing has been reduced yet
+    for (int round = 0; round < 20; ++round) {
+      const auto latch = std::make_shared<std::latch>(1);
+      rank.side.enqueue([latch] { latch->wait(); });
+      reducer.gather(values.span(), mask.view(), rank.compute);
+      reducer.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
+      rank.compute.synchronize();  // would never end if compute waited for the collective
+      latch->count_down();
+      reducer.wait(rank.compute);
+      reducer.scatter(mask.view(), results.span(), rank.compute);
+    }
+    rank.compute.synchronize();
+    CHECK(same_bits(at(rank.backend.read(results), drawn.elements), mean));
+  });
+}
