@@ -60,7 +60,7 @@ struct CudaBackend {
   scape::CudaMemory memory;
   Stream stream = new_stream();
 
-  CudaBackend() = default;
+  explicit CudaBackend(int = 1) {}  // threads mean nothing here
   CudaBackend(const CudaBackend&) = delete;
   ~CudaBackend() {
     for (cudaStream_t handle : handles) cudaStreamDestroy(handle);

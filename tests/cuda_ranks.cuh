@@ -10,7 +10,6 @@
 #include <nccl.h>
 
 #include <exception>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -30,7 +29,7 @@ struct NcclRank {
 
   // Calls body(rank) in `ranks` threads at once, each on a device of its own; throws what the first rank threw.
   template <class F>
-  static void run(int ranks, F body) {
+  static void run(int ranks, F body, int = 1) {
     ncclUniqueId id;
     if (ncclGetUniqueId(&id) != ncclSuccess) throw scape::Error("ncclGetUniqueId");
     std::vector<std::exception_ptr> errors(static_cast<std::size_t>(ranks));

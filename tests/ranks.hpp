@@ -52,7 +52,14 @@ struct ThreadRank {
   }
 };
 
+#if defined(__CUDACC__)
+#include "cuda_ranks.cuh"
+#define SCAPE_RANKS NcclRank
+#else
+#define SCAPE_RANKS ThreadRank
+#endif
+
 template <class F>
 void run_ranks(int ranks, F body, int threads = 1) {
-  ThreadRank::run(ranks, body, threads);
+  SCAPE_RANKS::run(ranks, body, threads);
 }

@@ -22,9 +22,6 @@
 #include <vector>
 
 // The kinds of rank that the tests run on.
-#ifndef SCAPE_RANKS
-#define SCAPE_RANKS ThreadRank
-#endif
 
 // Sanitizers cost a factor of ten or more: long runs are cut there.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
