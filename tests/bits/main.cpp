@@ -1,0 +1,36 @@
+// Prints a hash of what both rules compute on random data. Every build of it must print the same.
+#include <scape/scape.hpp>
+
+#include <cstdint>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+template <class Rule>
+static std::uint64_t train(const Rule& rule) {
+  const scape::ThreadGroup group(1);
+  scape::HostMemory memory;
+  scape::HostPool pool(2);
+  scape::HostStream compute(pool), side(pool);
+  scape::ThreadCommunicator communicator(group, 0);
+  const scape::FlatLayout layout(20001, 1);
+  scape::AdamS optimizer(
+      layout, communicator, memory, compute, side,
+      {.learning_rate = 0.01f, .weight_decay = 0.1f, .clip_norm = 1, .density = 0.05, .density_warmup = 10}, rule);
+  std::vector<float> parameters(layout.size(), 1.0f), gradients(layout.size());
+  std::mt19937 random(1);
+  for (int step = 0; step < 50; ++step) {
+    for (float& value : gradients) value = static_cast<float>(random()) / 4294967296.0f - 0.5f;
+    optimizer.step(gradients, parameters, compute);
+    compute.synchronize();
+  }
+  scape::Fingerprint print;
+  for (const float value : parameters) print.add(std::uint64_t{scape::bits_of(value)});
+  for (const float value : optimizer.store()) print.add(std::uint64_t{scape::bits_of(value)});
+  return print.value();
+}
+
+int main() {
+  std::printf("%016llx %016llx\n", static_cast<unsigned long long>(train(scape::ScapeRule{})),
+              static_cast<unsigned long long>(train(scape::ClockRule{})));
+}
