@@ -15,7 +15,8 @@ static void train(const scape::ThreadGroup& group, int rank, std::vector<float>&
   scape::HostStream compute(pool), side(pool);
   scape::ThreadCommunicator communicator(group, rank);
   const scape::FlatLayout layout(parameters.size(), communicator.size());
-  scape::AdamS optimizer(layout, communicator, memory, compute, side, {.learning_rate = 0.01f, .density = 0.1});
+  scape::AdamS optimizer(layout, communicator, memory, compute, side, {.learning_rate = 0.003f, .density = 0.1},
+                         scape::ClockRule{});
   std::vector<float> gradients(parameters.size());
   for (int step = 0; step < 2000; ++step) {
     for (std::size_t i = 0; i < parameters.size(); ++i) gradients[i] = parameters[i] - static_cast<float>(rank);
