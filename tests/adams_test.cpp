@@ -25,6 +25,8 @@
 #include <utility>
 #include <vector>
 
+#if !defined(__CUDACC__)
+
 // Counts what all threads of this program take from operator new, in every form.
 namespace {
 
@@ -54,6 +56,8 @@ void* counted(std::size_t size, std::size_t alignment) {
 [[gnu::noinline]] void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+#endif
 
 namespace {
 
@@ -258,6 +262,8 @@ TEST_CASE_TEMPLATE("adams: steps that are enqueued without waiting give the same
   });
 }
 
+#if !defined(__CUDACC__)  // on a device they are not
+
 TEST_CASE("adams: vectors, arrays and spans are arguments") {
   run_ranks(1, [](ThreadRank& rank) {
     scape::AdamS optimizer(scape::FlatLayout(3, 1), rank.communicator, rank.memory, rank.compute, rank.side);
@@ -272,6 +278,8 @@ TEST_CASE("adams: vectors, arrays and spans are arguments") {
     rank.compute.synchronize();
   });
 }
+
+#endif
 
 TEST_CASE_TEMPLATE("adams: set_learning_rate holds from the next step on", Rank, SCAPE_RANKS) {
   for_rules([](const auto& rule) {
@@ -409,6 +417,8 @@ TEST_CASE_TEMPLATE("adams: gradients that are all NaN or infinite keep exactly k
       });
 }
 
+#if !defined(__CUDACC__)
+
 namespace {
 
 // Masks come late: every gather of one waits first.
@@ -493,6 +503,8 @@ TEST_CASE("adams: E5, a step allocates nothing after the second") {
   });
 }
 
+#endif
+
 TEST_CASE_TEMPLATE("adams: steps may run far ahead of their exchanges while the density falls", Rank, SCAPE_RANKS) {
   // What a mask's exchange is told must not change when the host drafts the next mask in the same memory.
   for (const bool exact_parts : {false, true})
@@ -515,9 +527,9 @@ TEST_CASE_TEMPLATE("adams: steps may run far ahead of their exchanges while the 
     }
 }
 
-TEST_CASE("adams: bad options are named with their value") {
+TEST_CASE_TEMPLATE("adams: bad options are named with their value", Rank, SCAPE_RANKS) {
   const auto expect = [](auto change, const std::string& name, const std::string& value) {
-    run_ranks(1, [&](ThreadRank& rank) {
+    run<Rank>(1, [&](Rank& rank) {
       AdamSOptions options;
       change(options);
       const std::string text = thrown_by<std::invalid_argument>([&] {
@@ -549,10 +561,10 @@ TEST_CASE("adams: bad options are named with their value") {
   expect([](AdamSOptions& options) { options.refresh = 0; }, "refresh", "0");
 }
 
-TEST_CASE("adams: a bad cap of the rule is named with its value") {
+TEST_CASE_TEMPLATE("adams: a bad cap of the rule is named with its value", Rank, SCAPE_RANKS) {
   for (const auto& [cap, value] :
        {std::pair(not_a_number, "nan"), std::pair(0.5f, "0.5"), std::pair(-1.0f, "-1"), std::pair(infinity, "inf")})
-    run_ranks(1, [&, cap = cap, value = value](ThreadRank& rank) {
+    run<Rank>(1, [&, cap = cap, value = value](Rank& rank) {
       const std::string text = thrown_by<std::invalid_argument>([&] {
         // Large enough that work on the buffers would still be under way when they go.
         scape::AdamS(scape::FlatLayout(sanitized ? 100000 : 3000000, 1), rank.communicator, rank.memory, rank.compute,
@@ -562,11 +574,11 @@ TEST_CASE("adams: a bad cap of the rule is named with its value") {
     });
 }
 
-TEST_CASE("adams: a layout for another number of ranks is named on every rank") {
+TEST_CASE_TEMPLATE("adams: a layout for another number of ranks is named on every rank", Rank, SCAPE_RANKS) {
   for (const int layout_ranks : {1, 2, 4}) {
     CAPTURE(layout_ranks);
     std::array<std::string, 3> texts;
-    run_ranks(3, [&](ThreadRank& rank) {
+    run<Rank>(3, [&](Rank& rank) {
       texts[static_cast<std::size_t>(rank.rank())] = thrown_by<std::invalid_argument>([&] {
         scape::AdamS(scape::FlatLayout(100000, layout_ranks), rank.communicator, rank.memory, rank.compute, rank.side,
                      {.density = 0.1});
@@ -580,11 +592,11 @@ TEST_CASE("adams: a layout for another number of ranks is named on every rank") 
   }
 }
 
-TEST_CASE("adams: a bad call is named, and the next step is as if it had not been") {
+TEST_CASE_TEMPLATE("adams: a bad call is named, and the next step is as if it had not been", Rank, SCAPE_RANKS) {
   for_rules([](const auto& rule) {
     const Problem problem = random_problem(scape::FlatLayout(100, 2), {.density = 0.1}, 6);
-    const History expected = train<ThreadRank>(problem, rule);
-    run_ranks(2, [&](ThreadRank& rank) {
+    const History expected = train<Rank>(problem, rule);
+    run<Rank>(2, [&](Rank& rank) {
       const std::size_t me = static_cast<std::size_t>(rank.rank());
       Session session(rank, problem.layout, problem.options, rule, problem.parameters);
       const auto message = [&](std::size_t gradients, std::size_t parameters) {
@@ -616,10 +628,11 @@ TEST_CASE("adams: a bad call is named, and the next step is as if it had not bee
 namespace {
 
 // Builds an optimizer on each rank with what make(rank) gives; every rank must be told that `odd` is the odd one.
-void expect_disagreement(int ranks, int odd, const std::string& what, std::function<void(ThreadRank&, bool odd)> make) {
+template <class Rank, class F>
+void expect_disagreement(int ranks, int odd, const std::string& what, F make) {
   CAPTURE(what);
   std::vector<std::string> texts(static_cast<std::size_t>(ranks));
-  run_ranks(ranks, [&](ThreadRank& rank) {
+  run<Rank>(ranks, [&](Rank& rank) {
     texts[static_cast<std::size_t>(rank.rank())] = thrown_by<scape::Error>([&] { make(rank, rank.rank() == odd); });
   });
   for (const std::string& text : texts) {
@@ -631,15 +644,16 @@ void expect_disagreement(int ranks, int odd, const std::string& what, std::funct
 
 }  // namespace
 
-TEST_CASE("adams: ranks that disagree on layout, options or rule all hear which one is odd") {
-  const auto make = [](ThreadRank& rank, const auto& layout, const AdamSOptions& options, const auto& rule) {
+TEST_CASE_TEMPLATE("adams: ranks that disagree on layout, options or rule all hear which one is odd", Rank,
+                   SCAPE_RANKS) {
+  const auto make = [](Rank& rank, const auto& layout, const AdamSOptions& options, const auto& rule) {
     scape::AdamS(layout, rank.communicator, rank.memory, rank.compute, rank.side, options, rule);
   };
   for (const int odd : {0, 1, 3}) {
     const OwnLayout even({{0, 100, 0}, {100, 28, 1}}, 4);
     for (const scape::Segment& other : {scape::Segment{100, 28, 2}, scape::Segment{100, 29, 1},
                                         scape::Segment{100, 28, 1, true}, scape::Segment{100, 28, 1, false, false}})
-      expect_disagreement(4, odd, "layout", [&](ThreadRank& rank, bool is_odd) {
+      expect_disagreement<Rank>(4, odd, "layout", [&](Rank& rank, bool is_odd) {
         make(rank, is_odd ? OwnLayout({{0, 100, 0}, other}, 4) : even, {.density = 0.1}, ScapeRule{});
       });
     const std::vector<std::function<void(AdamSOptions&)>> changes = {
@@ -655,32 +669,34 @@ TEST_CASE("adams: ranks that disagree on layout, options or rule all hear which 
         [](AdamSOptions& o) { o.refresh = 5; },
         [](AdamSOptions& o) { o.mask_coding = scape::MaskCoding::bitmap; }};
     for (const auto& change : changes)
-      expect_disagreement(4, odd, "options", [&](ThreadRank& rank, bool is_odd) {
+      expect_disagreement<Rank>(4, odd, "options", [&](Rank& rank, bool is_odd) {
         AdamSOptions options{.density = 0.1};
         if (is_odd) change(options);
         make(rank, even, options, ScapeRule{});
       });
-    expect_disagreement(4, odd, "", [&](ThreadRank& rank, bool is_odd) {  // layout or options
+    expect_disagreement<Rank>(4, odd, "", [&](Rank& rank, bool is_odd) {  // layout or options
       make(rank, even, {.density = 0.1, .exact_mask_parts = is_odd}, ScapeRule{});
     });
-    expect_disagreement(4, odd, "rule", [&](ThreadRank& rank, bool is_odd) {
+    expect_disagreement<Rank>(4, odd, "rule", [&](Rank& rank, bool is_odd) {
       make(rank, even, {},
            ScapeRule{.bias_correction = is_odd ? scape::BiasCorrection::none : scape::BiasCorrection::adam});
     });
-    expect_disagreement(4, odd, "rule", [&](ThreadRank& rank, bool is_odd) {
+    expect_disagreement<Rank>(4, odd, "rule", [&](Rank& rank, bool is_odd) {
       make(rank, even, {}, ScapeRule{.score = is_odd ? scape::MaskScore::updated : scape::MaskScore::corrected});
     });
-    expect_disagreement(4, odd, "rule", [&](ThreadRank& rank, bool is_odd) {
+    expect_disagreement<Rank>(4, odd, "rule", [&](Rank& rank, bool is_odd) {
       make(rank, even, {}, ClockRule{.cap = is_odd ? 63.0f : 64.0f});
     });
-    expect_disagreement(4, odd, "rule", [&](ThreadRank& rank, bool is_odd) {
+    expect_disagreement<Rank>(4, odd, "rule", [&](Rank& rank, bool is_odd) {
       is_odd ? make(rank, even, {}, ClockRule{}) : make(rank, even, {}, ScapeRule{});
     });
   }
-  expect_disagreement(2, 1, "options", [&](ThreadRank& rank, bool is_odd) {  // of two, the second is the odd one
+  expect_disagreement<Rank>(2, 1, "options", [&](Rank& rank, bool is_odd) {  // of two, the second is the odd one
     make(rank, scape::FlatLayout(10, 2), {.learning_rate = is_odd ? 1.0f : 0.1f}, ScapeRule{});
   });
 }
+
+#if !defined(__CUDACC__)  // NCCL tells nobody
 
 TEST_CASE("adams: a rank that throws between steps does not hang the others, which hear its name") {
   for_rules([](const auto& rule) {
@@ -726,3 +742,5 @@ TEST_CASE("adams: a rank that makes fewer steps does not hang the others, which 
   CHECK(texts[1] == "");
   for (const std::size_t me : {0u, 2u}) CHECK(contains(texts[me], "rank 1"));
 }
+
+#endif

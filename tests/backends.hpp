@@ -15,6 +15,9 @@ struct HostBackend {
   template <class T>
   using Array = scape::Buffer<T, scape::HostMemory>;
 
+  // Whether work that finds its input wrong, as a mask with another number of bits than announced, fails the stream.
+  static constexpr bool reports_failed_work = true;
+
   scape::HostPool pool;
   scape::HostMemory memory;
   Stream stream;
@@ -55,6 +58,8 @@ struct CudaBackend {
   using Stream = scape::CudaStream;
   template <class T>
   using Array = scape::Buffer<T, scape::CudaMemory>;
+
+  static constexpr bool reports_failed_work = false;
 
   std::vector<cudaStream_t> handles;
   scape::CudaMemory memory;

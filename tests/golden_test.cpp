@@ -11,7 +11,9 @@
 #include <cstdint>
 #include <fstream>
 #include <mutex>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -49,37 +51,51 @@ bool near(double value, double expected) {
   return std::abs(value - expected) <= 1e-5 * std::max(std::abs(expected), 0.1);
 }
 
-template <class Rule>
-void check_rank(const Json& golden, ThreadRank& rank, const Rule& rule, std::vector<std::string>& faults) {
+template <class Rank, class T>
+std::vector<T> read(Rank& rank, std::span<const T> from) {
+  std::vector<T> values(from.size());
+  scape::copy_values(from, std::span<T>(values), rank.compute);
+  rank.compute.synchronize();
+  return values;
+}
+
+template <class Rank, class Rule>
+void check_rank(const Json& golden, Rank& rank, const Rule& rule, std::vector<std::string>& faults) {
   const Layout layout = layout_of(golden);
   scape::AdamS optimizer(layout, rank.communicator, rank.memory, rank.compute, rank.side, options_of(golden), rule);
-  auto parameters = golden["parameters"].get<std::vector<float>>();
+  const auto device_parameters = rank.backend.array(golden["parameters"].get<std::vector<float>>());
   const std::size_t me = static_cast<std::size_t>(rank.rank());
   for (std::size_t step = 0; step < golden["gradients"].size(); ++step) {
-    const auto gradients = golden["gradients"][step][me].get<std::vector<float>>();
+    const auto gradients = rank.backend.array(golden["gradients"][step][me].get<std::vector<float>>());
     const Json& expected = golden["expected"][step];
     scape::StepReport report;
-    optimizer.step(gradients, parameters, rank.compute, &report);
+    optimizer.step(gradients.span(), device_parameters.span(), rank.compute, &report);
     const auto expect = [&](bool holds, const char* what, std::size_t i) {
       if (!holds) faults.push_back(golden["name"].get<std::string>() + ", step " + std::to_string(step) + ", rank " +
                                    std::to_string(me) + ": " + what + " of element " + std::to_string(i));
     };
     if (expected.contains("gradient_norm")) expect(near(report.gradient_norm, expected["gradient_norm"]), "norm", 0);
-    const scape::MaskView mask = optimizer.mask();
-    for (std::size_t t = 0; t < mask.plan.tiles.size(); ++t) {
-      const scape::Tile& tile = mask.plan.tiles[t];
+    const std::vector<float> parameters = rank.backend.read(device_parameters), store = read(rank, optimizer.store());
+    const std::vector<scape::MaskWord> mask = read(rank, optimizer.mask().words);
+    std::vector<float> moments;
+    std::vector<std::uint16_t> last;
+    if constexpr (std::is_same_v<Rule, scape::ClockRule>) {
+      moments = read(rank, optimizer.rule_state().moments());
+      last = read(rank, optimizer.rule_state().last());
+    }
+    for (const scape::Tile& tile : optimizer.plan().tiles()) {
       for (std::size_t i = tile.element; i < tile.element + tile.count; ++i) {
         const std::size_t bit = tile.bit + (i - tile.element);
-        const bool kept = mask.words[bit / 32] >> bit % 32 & 1;
+        const bool kept = mask[bit / 32] >> bit % 32 & 1;
         expect(kept == (expected["mask"][i].get<int>() != 0), "mask", i);
         expect(near(parameters[i], expected["parameters"][i]), "parameter", i);
-        expect(near(Rule::residual(optimizer.store()[i], kept), expected["residual"][me][i]), "residual", i);
+        expect(near(Rule::residual(store[i], kept), expected["residual"][me][i]), "residual", i);
         if constexpr (std::is_same_v<Rule, scape::ClockRule>) {
-          expect(near(optimizer.rule_state().moments()[i], expected["first_moment"][i]), "first moment", i);
-          const auto elapsed = static_cast<std::uint16_t>(step + 2 - optimizer.rule_state().last()[i]);
+          expect(near(moments[i], expected["first_moment"][i]), "first moment", i);
+          const auto elapsed = static_cast<std::uint16_t>(step + 2 - last[i]);
           expect(elapsed == expected["elapsed"][i].get<int>(), "clock", i);
         } else {
-          expect(near(kept ? optimizer.store()[i] : 0, expected["first_moment"][i]), "first moment", i);
+          expect(near(kept ? store[i] : 0, expected["first_moment"][i]), "first moment", i);
         }
       }
     }
@@ -88,14 +104,14 @@ void check_rank(const Json& golden, ThreadRank& rank, const Rule& rule, std::vec
 
 }  // namespace
 
-TEST_CASE("golden values") {
+TEST_CASE_TEMPLATE("golden values", Rank, SCAPE_RANKS) {
   const Json golden = Json::parse(std::ifstream(SCAPE_GOLDEN_JSON));
   REQUIRE(golden["cases"].size() == 11);
   for (const Json& test : golden["cases"]) {
     CAPTURE(test["name"].get<std::string>());
     std::mutex mutex;
     std::vector<std::string> faults;
-    run_ranks(test["world_size"], [&](ThreadRank& rank) {
+    run_ranks(test["world_size"], [&](Rank& rank) {
       std::vector<std::string> mine;
       if (test["rule"] == "clock") {
         check_rank(test, rank, scape::ClockRule{.cap = test["clock_cap"]}, mine);

@@ -6,6 +6,8 @@
 
 #include <cstddef>
 #include <exception>
+#include <latch>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -24,7 +26,17 @@ struct ThreadRank {
   ThreadRank(const scape::ThreadGroup& group, int rank, int threads) : communicator(group, rank), backend(threads) {}
   int rank() const { return communicator.rank(); }
 
-  static constexpr int most = 8;  // ranks that the tests ask for
+  // Keeps what is enqueued on a stream later from starting, until release().
+  class Hold {
+   public:
+    explicit Hold(const Stream& stream) {
+      stream.enqueue([latch = latch_] { latch->wait(); });
+    }
+    void release() { latch_->count_down(); }
+
+   private:
+    std::shared_ptr<std::latch> latch_ = std::make_shared<std::latch>(1);
+  };
 
   // Calls body(rank) in `ranks` threads at once, each with its own streams and communicator; throws what was thrown
   // first. A rank that throws takes the others out of their collectives.

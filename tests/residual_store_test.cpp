@@ -2,6 +2,7 @@
 
 #include "backends.hpp"
 
+#include <scape/arithmetic.hpp>
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/plan_tables.hpp>
@@ -139,7 +140,7 @@ Floats small_integers(std::size_t seed, std::size_t count) {
 // Gradients that are no floats.
 struct Half {
   std::uint16_t bits;
-  SCAPE_HOST_DEVICE operator float() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+  SCAPE_HOST_DEVICE operator float() const { return scape::float_of(static_cast<std::uint32_t>(bits) << 16); }
 };
 
 bool same_bits(const Floats& a, const Floats& b) {

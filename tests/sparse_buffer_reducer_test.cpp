@@ -17,8 +17,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <latch>
-#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -322,12 +320,11 @@ TEST_CASE("between reduce and wait compute goes on; from wait on it has the mean
     const auto results = rank.backend.array(Floats(plan.size(), untouched));
     reducer.wait(rank.compute);  // nothing has been reduced yet
     for (int round = 0; round < 20; ++round) {
-      const auto latch = std::make_shared<std::latch>(1);
-      rank.side.enqueue([latch] { latch->wait(); });
+      typename std::remove_cvref_t<decltype(rank)>::Hold hold(rank.side);
       reducer.gather(values.span(), mask.view(), rank.compute);
       reducer.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
       rank.compute.synchronize();  // would never end if compute waited for the collective
-      latch->count_down();
+      hold.release();
       reducer.wait(rank.compute);
       reducer.scatter(mask.view(), results.span(), rank.compute);
     }

@@ -4,6 +4,7 @@
 #include <scape/cuda/stream.hpp>
 #include <scape/error.hpp>
 
+#include <cuda_bf16.h>
 #include <nccl.h>
 
 #include <cstddef>
@@ -41,18 +42,17 @@ class NcclCommunicator {
   }
 
   void all_reduce_mean(std::span<const float> in, std::span<float> out, const CudaStream& stream) {
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
-    bytes_sent_ += 2 * others(in.size_bytes()) / ranks();
-    check(ncclAllReduce(in.data(), out.data(), in.size(), ncclFloat, ncclAvg, communicator_, stream.handle()),
-          "ncclAllReduce");
+    all_reduce(in, out, ncclFloat, stream);
+  }
+  void all_reduce_mean(std::span<const __nv_bfloat16> in, std::span<__nv_bfloat16> out, const CudaStream& stream) {
+    all_reduce(in, out, ncclBfloat16, stream);
   }
 
   void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const CudaStream& stream) {
-    expects(in.size() == out.size() * ranks(), "in.size()", in.size(),
-            "must be size() * out.size(), ", (out.size() * ranks()));
-    bytes_sent_ += others(out.size_bytes());
-    check(ncclReduceScatter(in.data(), out.data(), out.size(), ncclFloat, ncclAvg, communicator_, stream.handle()),
-          "ncclReduceScatter");
+    reduce_scatter(in, out, ncclFloat, stream);
+  }
+  void reduce_scatter_mean(std::span<const __nv_bfloat16> in, std::span<__nv_bfloat16> out, const CudaStream& stream) {
+    reduce_scatter(in, out, ncclBfloat16, stream);
   }
 
   void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const CudaStream& stream) {
@@ -68,6 +68,9 @@ class NcclCommunicator {
                          const CudaStream& stream) {
     expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), ", ranks());
     expects(counts[static_cast<std::size_t>(rank_)] == own.size(), "own.size()", own.size(), "must be counts[rank()]");
+    std::size_t total = 0;
+    for (const std::size_t count : counts) total += count;
+    expects(all.size() == total, "all.size()", all.size(), "must be the sum of counts, ", total);
     bytes_sent_ += others(own.size_bytes());
     check(ncclGroupStart(), "ncclGroupStart");
     MaskWord* part = all.data();
@@ -82,6 +85,22 @@ class NcclCommunicator {
   }
 
  private:
+  template <class T>
+  void all_reduce(std::span<const T> in, std::span<T> out, ncclDataType_t type, const CudaStream& stream) {
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    bytes_sent_ += 2 * others(in.size_bytes()) / ranks();
+    check(ncclAllReduce(in.data(), out.data(), in.size(), type, ncclAvg, communicator_, stream.handle()),
+          "ncclAllReduce");
+  }
+  template <class T>
+  void reduce_scatter(std::span<const T> in, std::span<T> out, ncclDataType_t type, const CudaStream& stream) {
+    expects(in.size() == out.size() * ranks(), "in.size()", in.size(), "must be size() * out.size(), ",
+            out.size() * ranks());
+    bytes_sent_ += others(out.size_bytes());
+    check(ncclReduceScatter(in.data(), out.data(), out.size(), type, ncclAvg, communicator_, stream.handle()),
+          "ncclReduceScatter");
+  }
+
   static void check(ncclResult_t result, const std::string& call) {
     if (result != ncclSuccess) throw Error(call + ": " + ncclGetErrorString(result));
   }
