@@ -24,6 +24,7 @@ struct AnySelect {  // stands for what scores are handed to
 /// ResidualStore's, made in the constructor State(rule, options, size, payload capacity, memory, stream), and hands out
 /// functors, called by host threads and kernels alike:
 ///   advance()       (StepScalars&): what depends on the step, at its start; step and both scales are set already
+///   begin(scalars, stream): enqueues what else a step starts with
 ///   accumulation()  members state, payload and optionally moment, as ErrorFeedback has them
 ///   update(...)     members needs_every, every, second_moment, kept, as ScapeRule::Update has them
 ///   score_before, score_after: call select once with the ScoreFunction of a mask for this step, before anything is
