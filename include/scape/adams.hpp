@@ -138,7 +138,7 @@ class AdamS {
       }
   }
 
-  /// Holds from the next step on.
+  /// Holds from the next step on. A step that is captured into a graph keeps its rate: see the other form.
   void set_learning_rate(float learning_rate) {
     expects(std::isfinite(learning_rate) && learning_rate >= 0, "learning_rate", learning_rate,
             "must be finite and at least 0");
@@ -155,7 +155,9 @@ class AdamS {
   }
 
   /// Makes compute wait for the masks under way: before steps are captured into a CUDA graph, and as the last thing that
-  /// is captured. Capture max(delay, 1) + 1 steps after the density warm-up, with refresh = 1: as many masks take turns.
+  /// is captured. Capture max(delay, 1) + 1 steps after the density warm-up, with refresh = 1: as many masks take turns,
+  /// and another number of steps would use the wrong ones. steps() and the communicator's bytes count captures, not
+  /// replays. End the capture before the optimizer is destroyed.
   void await_masks(const S& compute) { masks_.await(compute); }
 
   /// One step: enqueues on `compute` and returns. The gradients are this rank's own, the parameters every rank's.

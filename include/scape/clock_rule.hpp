@@ -25,7 +25,8 @@ namespace scape::inline v0 {
 /// the first moment, and the step of last use in 16 bits. n is exact up to `longest`, where it stays. Clips the local
 /// gradient. No bias correction.
 struct ClockRule {
-  float cap = 64;  ///< an element moves by at most this many learning rates (times 1.13)
+  float cap = 64;  ///< an element moves by at most this many learning rates (times 1.13): where a rate is too high for
+                   ///< dense training, long waits make it worse
 
   /// Clipped is the local gradient, never the residual.
   static constexpr bool clips_gradient = true;
