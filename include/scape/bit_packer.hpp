@@ -86,7 +86,7 @@ class BitPacker {
                       const S& stream) {
     static_assert(implemented<S>, "bits are not packed on this stream; for HostStream include <scape/host/pack.hpp>");
     expects(indices.size() <= words.size() * word_bits, "indices.size()", indices.size(),
-            "must be at most the mask's ", (words.size() * word_bits) + " bits");
+            "must be at most the mask's ", words.size() * word_bits, " bits");
     expect_workspace(workspace, indices_workspace_bytes(words.size()));
     list_bits(words, indices, workspace, stream);
   }
@@ -132,15 +132,14 @@ class BitPacker {
 
   static void expect_bits(std::size_t words, std::size_t first_bit, std::size_t count) {
     const std::size_t bits = words * word_bits;
-    expects(first_bit <= bits, "first_bit", first_bit, "must be at most the mask's ", bits + " bits");
+    expects(first_bit <= bits, "first_bit", first_bit, "must be at most the mask's ", bits, " bits");
     expects(count <= bits - first_bit, "words.size()", words,
-            "must hold ", count + " bits from bit ", first_bit + " on");
+            "must hold ", count, " bits from bit ", first_bit, " on");
   }
 
   static void expect_mask(EliasFano code, std::size_t words) {
     expects(words == words_for(code.bits()), "words.size()", words,
-            "must hold the code's ", code.bits() +
-                " bits and no more: ", (words_for(code.bits())));
+            "must hold the code's ", code.bits(), " bits and no more: ", words_for(code.bits()));
   }
 
   static void expect_workspace(std::span<std::byte> workspace, std::size_t bytes) {

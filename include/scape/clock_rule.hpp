@@ -47,14 +47,17 @@ struct ClockRule {
   /// Elements' clocks. steps(i, now) = n for the step numbered `now` (from 1 on).
   struct Clocks {
     std::uint16_t* last;
-    const Powers* powers;
-    unsigned largest;  // n beyond which the powers do not change
+    const float* powers;  // four a step: as an array of Powers GCC does not vectorise the look-up
+    unsigned largest;     // n beyond which the powers do not change
 
     SCAPE_HOST_DEVICE unsigned steps(std::size_t i, std::uint64_t now) const {
       const unsigned n = static_cast<std::uint16_t>(now - last[i]);
       return n < longest ? n : longest;
     }
-    SCAPE_HOST_DEVICE Powers at(unsigned n) const { return powers[n < largest ? n : largest]; }
+    SCAPE_HOST_DEVICE Powers at(unsigned n) const {
+      const float* const power = powers + 4 * (n < largest ? n : largest);
+      return {power[0], power[1], power[2], power[3]};
+    }
   };
 
   struct Advance {
@@ -108,16 +111,26 @@ struct ClockRule {
     Clocks clocks;
     const StepScalars* now;
     std::uint64_t ahead;
-    const MaskWord* sent;  // elements that count as sent although they are not yet; null: none
 
-    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
-      const bool is_sent = sent != nullptr && (sent[bit / word_bits] >> bit % word_bits & 1);
-      const unsigned n = is_sent ? 1 : clocks.steps(element, now->step + ahead);
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t) const {
+      return of(element, residual[element], clocks.steps(element, now->step + ahead));
+    }
+    SCAPE_HOST_DEVICE float of(std::size_t element, float unsent, unsigned n) const {
       const Powers power = clocks.at(n);
       const float count = static_cast<float>(n);
-      const float sum = add(choose(is_sent, 0.0f, residual[element]), multiply(gradient[element], now->gradient_scale));
+      const float sum = add(unsent, multiply(gradient[element], now->gradient_scale));
       return multiply(count, add(multiply(power.beta1, moments[element]),
                                  multiply(power.one_minus_beta1, divide(sum, count))));
+    }
+  };
+  // The same where other masks wait for their turn: their elements, `sent`, count as sent.
+  struct ScoreAfterPending {
+    Score score;
+    const MaskWord* sent;
+
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
+      const bool is_sent = sent[bit / word_bits] >> bit % word_bits & 1;
+      return is_sent ? score.of(element, 0, 1) : score(element, bit);
     }
   };
 
@@ -141,7 +154,7 @@ class ClockRule::State {
             "must be 1 to ", longest);
     fill_values(moments_.span(), 0.0f, stream);
     fill_values(last_.span(), std::uint16_t{0}, stream);
-    copy_values(std::span<const Powers>(table_), powers_.span(), stream);
+    copy_values(std::span<const float>(table_), powers_.span(), stream);
     stream.synchronize();
   }
 
@@ -171,28 +184,27 @@ class ClockRule::State {
   template <class Select>
   void score_before(std::span<const float> gradient, std::span<const float> residual, MaskView,
                     const StepScalars& now, Select select) const {
-    select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 0, nullptr});
+    select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 0});
   }
   template <class Select>
   void score_after(std::span<const float> gradient, std::span<const float> residual, MaskView,
                    std::span<const MaskWord> sent, const StepScalars& now, Select select) const {
-    select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 1,
-                 sent.empty() ? nullptr : sent.data()});
+    const Score score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 1};
+    sent.empty() ? select(score) : select(ScoreAfterPending{score, sent.data()});
   }
 
  private:
   Clocks clocks() const noexcept {
-    return {last_.span().data(), powers_.span().data(), static_cast<unsigned>(table_.size() - 1)};
+    return {last_.span().data(), powers_.span().data(), static_cast<unsigned>(table_.size() / 4 - 1)};
   }
 
   // By repeated multiplication, so that every machine computes the same. Ends where both powers count for nothing.
-  static std::vector<Powers> powers_of(const AdamSOptions& options) {
-    std::vector<Powers> table;
+  static std::vector<float> powers_of(const AdamSOptions& options) {
+    std::vector<float> table;
     double first = 1, second = 1;
-    while (table.size() <= longest) {
-      table.push_back({static_cast<float>(first), static_cast<float>(1 - first), static_cast<float>(second),
-                       static_cast<float>(1 - second)});
-      if (table.back().beta1 == 0 && table.back().beta2 == 0) break;
+    for (unsigned n = 0; n <= longest; ++n) {
+      for (const double power : {first, 1 - first, second, 1 - second}) table.push_back(static_cast<float>(power));
+      if (static_cast<float>(first) == 0 && static_cast<float>(second) == 0) break;
       first *= static_cast<double>(options.beta1);
       second *= static_cast<double>(options.beta2);
     }
@@ -203,8 +215,8 @@ class ClockRule::State {
   AdamSOptions options_;
   Buffer<float, M> moments_;
   Buffer<std::uint16_t, M> last_;
-  std::vector<Powers> table_;
-  Buffer<Powers, M> powers_;
+  std::vector<float> table_;
+  Buffer<float, M> powers_;
 };
 
 }  // namespace scape::inline v0

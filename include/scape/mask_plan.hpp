@@ -148,7 +148,7 @@ class MaskPlan {
               "must be a rank, 0 to ", (ranks_ - 1));
       end += segment.count;
     }
-    expects(end == size_, "layout.size()", size_, "the segments cover ", end + " elements");
+    expects(end == size_, "layout.size()", size_, "the segments cover ", end, " elements");
   }
 
   void place_parts() {

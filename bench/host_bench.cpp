@@ -1,0 +1,123 @@
+#include "primitives.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <fstream>
+#include <functional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+template <class F>
+SCAPE_HOST_LOOP void sweep_run(std::size_t begin, std::size_t end, F f) {
+  if constexpr (requires { f.second_moment(begin); }) {
+    for (; begin + scape::word_bits <= end; begin += scape::word_bits) {
+      float roots[scape::word_bits];
+      SCAPE_INDEPENDENT_ITERATIONS
+      for (std::size_t i = 0; i < scape::word_bits; ++i) roots[i] = f.second_moment(begin + i);
+      scape::detail::take_square_roots(roots);
+      SCAPE_INDEPENDENT_ITERATIONS
+      for (std::size_t i = 0; i < scape::word_bits; ++i) f.apply(begin + i, roots[i]);
+    }
+  }
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = begin; i < end; ++i) f(i);
+}
+
+struct HostBackend {
+  using Stream = scape::HostStream;
+  using Memory = scape::HostMemory;
+  static constexpr std::size_t elements = 32 << 20, iterations = 7, steps_before = 10;
+  static constexpr double sector = 64;  // bytes that memory moves at once
+
+  scape::HostPool pool{static_cast<int>(from_environment("SCAPE_BENCH_THREADS", std::thread::hardware_concurrency()))};
+  Memory memory;
+  Stream stream{pool}, side{pool};
+  std::vector<char> other = std::vector<char>(2 * std::max<std::size_t>(32 << 20, last_cache()));
+
+  // SCAPE_BENCH_CLOCK=cpu: the process's CPU time over its threads, for machines that are not quiet.
+  const char* const clock = std::getenv("SCAPE_BENCH_CLOCK");
+  const bool counts_cpu = clock != nullptr && std::strcmp(clock, "cpu") == 0;
+
+  double now() const {
+    timespec time;
+    clock_gettime(counts_cpu ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &time);
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+  }
+
+  static std::size_t last_cache() { return static_cast<std::size_t>(std::max(0L, sysconf(_SC_LEVEL3_CACHE_SIZE))); }
+
+  std::string name() const {
+    std::ifstream file("/proc/cpuinfo");
+    std::string model = "unknown CPU";
+    for (std::string line; std::getline(file, line);)
+      if (line.starts_with("model name")) model = line.substr(line.find(':') + 2);
+    return model + ", " + std::to_string(pool.threads()) + " thread(s)" + (counts_cpu ? ", by CPU time" : "");
+  }
+
+  template <class Work>
+  double seconds(Work work) {
+    stream.synchronize();
+    const double begin = now();
+    work();
+    stream.synchronize();
+    return (now() - begin) / (counts_cpu ? pool.threads() : 1);
+  }
+
+  void flush() {
+    std::memset(other.data(), ++other[0], other.size());
+    benchmark::ClobberMemory();
+  }
+
+  void copy(std::span<const float> from, std::span<float> to) {
+    stream.enqueue([=, this] {
+      const std::size_t run = from.size() / static_cast<std::size_t>(pool.threads()) + 1;
+      scape::detail::run_parts(pool, from.size(), run, [=](std::size_t begin, std::size_t end) {
+        std::memcpy(to.data() + begin, from.data() + begin, (end - begin) * sizeof(float));
+      });
+    });
+  }
+
+  template <class F>
+  void sweep(std::size_t count, F f) {
+    stream.enqueue([=, this] {
+      scape::detail::run_parts(pool, count, 65536, [f](std::size_t begin, std::size_t end) {
+        sweep_run(begin, end, f);
+      });
+    });
+  }
+};
+
+// What there is without scape.
+void add_peers(Bench<HostBackend>& bench) {
+  bench.add("memcpy", -1, [&bench] {
+    const auto from = noise(bench, bench.elements), to = filled<float>(bench, bench.elements);
+    bench.time(8, [&] { std::memcpy(to.span().data(), from.span().data(), from.bytes()); });
+  });
+  for (const double density : {0.001, 0.01, 0.1})
+    bench.add("nth_element", density, [=, &bench] {
+      const auto values = noise(bench, bench.elements), copy = bench.array<float>(bench.elements);
+      bench.backend.stream.synchronize();
+      bench.time(8.125, [&] {
+        const std::span<float> magnitudes = copy.span();
+        std::ranges::transform(values.span(), magnitudes.begin(), [](float value) { return std::fabs(value); });
+        const auto k = static_cast<std::ptrdiff_t>(scape::kept_count(magnitudes.size(), density));
+        std::nth_element(magnitudes.begin(), magnitudes.begin() + k, magnitudes.end(), std::greater());
+        benchmark::ClobberMemory();
+      });
+    });
+}
+
+int main(int argc, char** argv) {
+  return run_benchmarks<HostBackend>(argc, argv, [](Bench<HostBackend>& bench) {
+    add_benchmarks(bench);
+    add_peers(bench);
+  });
+}
