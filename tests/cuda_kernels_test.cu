@@ -96,30 +96,31 @@ template <class B>
 class Mask {
  public:
   Mask(B& backend, const MaskPlan& plan, std::uint32_t share, std::size_t seed)
-      : tables_(plan, backend.memory, backend.stream), offsets_(plan.tiles().size(), backend.memory) {
-    Words words(plan.words());
-    for (const Tile& tile : plan.tiles())
-      for (std::size_t i = 0; i < tile.count; ++i) {
-        if (!plan.segments()[tile.segment].dense && random_bits((tile.element + i) * 8 + seed) % 1000 >= share) continue;
-        words[(tile.bit + i) / 32] |= MaskWord{1} << (tile.bit + i) % 32;
-        ++kept_;
-      }
-    words_ = backend.array(words);
+      : tables_(plan, backend.memory, backend.stream),
+        words_(backend.array(words_of(plan, share, seed))),
+        offsets_(plan.tiles().size(), backend.memory) {
     count_offsets(tables_.view(), words_.span(), 0, offsets_.span(), backend.stream);
     backend.stream.synchronize();
   }
   scape::MaskView view() const { return {tables_.view(), words_.span(), offsets_.span(), kept_}; }
 
  private:
-  PlanTables<MemoryOf<B>> tables_;
-  typename B::template Array<MaskWord> words_{0, memory()};
-  typename B::template Array<std::size_t> offsets_;
-  std::size_t kept_ = 0;
-
-  static MemoryOf<B>& memory() {
-    static MemoryOf<B> memory;
-    return memory;
+  Words words_of(const MaskPlan& plan, std::uint32_t share, std::size_t seed) {
+    Words words(plan.words());
+    for (const Tile& tile : plan.tiles())
+      for (std::size_t i = 0; i < tile.count; ++i) {
+        if (!plan.segments()[tile.segment].dense && random_bits((tile.element + i) * 8 + seed) % 1000 >= share)
+          continue;
+        words[(tile.bit + i) / 32] |= MaskWord{1} << (tile.bit + i) % 32;
+        ++kept_;
+      }
+    return words;
   }
+
+  std::size_t kept_ = 0;
+  PlanTables<MemoryOf<B>> tables_;
+  typename B::template Array<MaskWord> words_;
+  typename B::template Array<std::size_t> offsets_;
 };
 
 }  // namespace
@@ -181,19 +182,21 @@ TEST_CASE("cuda: a selection's workspace near 2^31 elements is 0.63 bytes an ele
     CHECK(bytes < size / 8 * 5 + size / 4096 * 8 + 16384);
   }
   const std::size_t size = (std::size_t{1} << 33) + 1;
-  CHECK(scape::TopKMasker(MaskPlan(scape::FlatLayout(size, 2)), 1).workspace_bytes(backend.stream) < size / 2 / 100 * 64);
+  CHECK(scape::TopKMasker(MaskPlan(scape::FlatLayout(size, 2)), 1).workspace_bytes(backend.stream) <
+        size / 2 / 100 * 64);
   CHECK(scape::TopKMasker(MaskPlan(scape::FlatLayout(4096, 1)), 0).workspace_bytes(backend.stream) == 0);
 }
 
 namespace {
 
 // Whether the last selection found its thresholds near the ones before: by large segment.
-std::vector<bool> predicted(CudaBackend& backend, const MaskPlan& plan, int rank, std::span<const std::byte> workspace) {
+std::vector<bool> predicted(CudaBackend& backend, const MaskPlan& plan, int rank,
+                            std::span<const std::byte> workspace) {
   const scape::detail::SelectWorkspace layout(plan, rank);
   std::vector<scape::detail::SelectState> states(layout.large);
-  scape::copy_values(std::span(reinterpret_cast<const scape::detail::SelectState*>(workspace.data() + layout.states),
-                               layout.large),
-                     std::span(states), backend.stream);
+  scape::copy_values(
+      std::span(reinterpret_cast<const scape::detail::SelectState*>(workspace.data() + layout.states), layout.large),
+      std::span(states), backend.stream);
   backend.stream.synchronize();
   std::vector<bool> result;
   for (const auto& state : states) result.push_back(state.predicted != 0);
@@ -260,12 +263,12 @@ TEST_CASE("cuda: select is the host's, whether it predicts or not") {
     for (const double density : {0.003, 0.05, 0.5}) {
       CAPTURE(density);
       CHECK(selections.select(scaled(1000), density) >= 0);
-      CHECK(selections.select(values, density) == 0);     // far from the threshold before
+      CHECK(selections.select(values, density) == 0);      // far from the threshold before
       CHECK(selections.select(values, density) == large);  // the same
       CHECK(selections.select(scaled(1.01f), density) == large);
       CHECK(selections.select(blended(0.02f), density) >= 0);
-      CHECK(selections.select(scaled(1.1f), density) == 0);   // above what is looked through
-      CHECK(selections.select(scaled(0.9f), density) == 0);   // and below
+      CHECK(selections.select(scaled(1.1f), density) == 0);  // above what is looked through
+      CHECK(selections.select(scaled(0.9f), density) == 0);  // and below
       CHECK(selections.select(scaled(1e-30f), density) == 0);
       CHECK(selections.select(scaled(1e30f), density) == 0);
     }
@@ -341,12 +344,13 @@ std::vector<Floats> accumulated(B& backend, const MaskPlan& plan, const Rule& ru
     gradients[i] = gradient_of<G>(std::ldexp(static_cast<float>(random_bits(i) >> 8), -24 - static_cast<int>(i % 20)));
   const auto gradient = backend.array(gradients);
   const auto state = backend.array(normal(plan.size(), 5));
-  const auto payload = backend.array(Floats(mask.view().kept, -7)), moments = backend.array(Floats(mask.view().kept, -7));
+  const auto payload = backend.array(Floats(mask.view().kept, -7)),
+             moments = backend.array(Floats(mask.view().kept, -7));
   StepScalars scalars;
   scalars.gradient_scale = 0.7f;
   const auto now = backend.array(std::vector<StepScalars>{scalars});
-  accumulate_gradient(std::span<const G>(gradient.span()).subspan(shift), state.span(), before.view().words, mask.view(),
-                      payload.span(), moments.span(), rule, *now.span().data(), backend.stream);
+  accumulate_gradient(std::span<const G>(gradient.span()).subspan(shift), state.span(), before.view().words,
+                      mask.view(), payload.span(), moments.span(), rule, *now.span().data(), backend.stream);
   return {backend.read(state), backend.read(payload), backend.read(moments)};
 }
 
@@ -386,7 +390,8 @@ TEST_CASE("cuda: float16 gradients are added up like the host's") {
     std::vector<G> gradients(5000);
     for (std::size_t i = 0; i < gradients.size(); ++i) gradients[i] = gradient_of<G>(static_cast<float>(i) * 0.37f);
     const auto gradient = backend.array(gradients);
-    const scape::ResidualStore<std::remove_cvref_t<decltype(backend.memory)>> store(5000, backend.memory, backend.stream);
+    const scape::ResidualStore<std::remove_cvref_t<decltype(backend.memory)>> store(5000, backend.memory,
+                                                                                    backend.stream);
     for (int i = 0; i < 3; ++i) store.add(std::span<const G>(gradient.span()), backend.stream);
     Floats values(5000);
     scape::copy_values(std::span<const float>(store.values()), std::span(values), backend.stream);
@@ -402,11 +407,10 @@ TEST_CASE("cuda: float16 gradients are added up like the host's") {
 TEST_CASE("cuda: norms and overlaps are summed in the host's order") {
   const auto norm = [](auto& backend, const Floats& values) {
     const auto array = backend.array(values);
-    const auto partials =
-        backend.array(std::vector<double>(scape::norm_partials(values.size(), backend.stream), -1.0));
+    const auto partials = backend.array(std::vector<double>(scape::norm_partials(values.size(), backend.stream), -1.0));
     const auto result = backend.array(std::vector<double>{-1.0});
-    scape::squared_norm(values.size(), scape::detail::Values{array.span().data()}, partials.span(), *result.span().data(),
-                        backend.stream);
+    scape::squared_norm(values.size(), scape::detail::Values{array.span().data()}, partials.span(),
+                        *result.span().data(), backend.stream);
     return backend.read(result);
   };
   const auto overlap = [](auto& backend, const MaskPlan& plan, std::uint32_t share) {
@@ -511,8 +515,7 @@ std::vector<Floats> far_results(B& backend, const MaskPlan& plan, Words& mask_wo
   scape::fill_mask(own, mask, backend.stream);
   const scape::TopKMasker masker(plan, tables.view(), 1);
   const auto workspace = backend.array(std::vector<std::byte>(masker.workspace_bytes(backend.stream)));
-  for (int again = 0; again < 2; ++again)
-    masker.select(FarScore{}, 0.1, mask, workspace.span(), backend.stream);
+  for (int again = 0; again < 2; ++again) masker.select(FarScore{}, 0.1, mask, workspace.span(), backend.stream);
   mask_words = backend.read(words);
   CHECK(dense_words * 32 >= 5009);
 

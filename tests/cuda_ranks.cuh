@@ -14,6 +14,13 @@
 #include <thread>
 #include <vector>
 
+// Whether NCCL adds up in the order of the ranks, and divides the sum: cudasim does; devices have their own order.
+inline bool in_rank_order() {
+  cudaDeviceProp properties;
+  scape::check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  return std::string(properties.name).starts_with("cudasim");
+}
+
 struct NcclRank {
   using Stream = scape::CudaStream;
   using Communicator = scape::NcclCommunicator;

@@ -37,6 +37,15 @@ constexpr bool sanitized = true;
 constexpr bool sanitized = false;
 #endif
 
+// Whether they are cut: also where a simulator stands for the device.
+inline bool cuts_long_runs() {
+#if defined(__CUDACC__)
+  return sanitized || in_rank_order();
+#else
+  return sanitized;
+#endif
+}
+
 using Floats = std::vector<float>;
 using Mask = std::vector<char>;                      // by element: 1 is kept
 using Gradients = std::vector<std::vector<Floats>>;  // by step and rank
@@ -396,6 +405,8 @@ class Session {
     rank_.compute.synchronize();
     optimizer.step(gradient_.span(), parameters_.span(), rank_.compute, report);
   }
+
+  std::span<float> parameters() const { return parameters_.span(); }
 
   State state() {
     State state;

@@ -71,7 +71,7 @@ template <int = 0>  // inline, which kernels cannot be
 __global__ void __launch_bounds__(scan_threads)
     scan_kernel(std::size_t* counts, std::size_t size, const std::size_t* first_of_rank, std::size_t ranks,
                 std::size_t stride) {
-  using Scan = cub::BlockScan<std::size_t, scan_threads>;
+  using Scan = cub::BlockScan<std::size_t, scan_threads, cub::BLOCK_SCAN_WARP_SCANS>;  // the default spills
   __shared__ typename Scan::TempStorage scratch;
   std::size_t carry = 0;
   for (std::size_t rank = 0; rank < (stride == 0 ? 1 : ranks); ++rank) {

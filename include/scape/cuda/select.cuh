@@ -21,6 +21,7 @@ inline constexpr std::uint32_t all_keys = 0x80000000u;
 
 // Half the width of the range of keys around the last threshold in which the next is looked for: 1/32 of an octave.
 inline constexpr std::uint32_t prediction = 1u << 18;
+static_assert(2 * prediction + 1 <= 1u << 20);  // fits a candidate
 
 // Elements of a segment for each candidate that there is room for.
 inline constexpr unsigned elements_per_candidate = 16;
@@ -31,6 +32,7 @@ struct SelectState {
   unsigned long long above, found;    // keys above the predicted range, and in it
   unsigned long long equal;           // keys that equal the threshold in the end
   std::uint32_t low, width;           // the open range of keys
+  std::uint32_t base;                 // of the candidates' keys
   std::uint32_t threshold;            // of the last call
   std::uint32_t predicted;            // whether the candidates hold the k-th key
   std::uint32_t first_tile, tiles;
@@ -47,13 +49,20 @@ struct SelectTask {
   std::size_t first_word;
   SelectState* states;                // by Tile::large
   unsigned* bins;                     // select_bins a state
-  std::uint64_t* candidates;          // key << 33 | bit from first_word on; a segment's begin at its own first bit / 16
+  std::uint64_t* candidates;          // key - base in 20 bits, bit from first_word on in 44; a segment's begin at its own first bit / 16
   std::size_t* tie_counts;            // by tile
 
   __device__ bool is_large(const Tile& tile) const { return segments[tile.segment].count > tile_bits; }
   __device__ std::size_t kept(const Tile& tile) const { return kept_count(segments[tile.segment].count, density); }
   __device__ std::uint32_t key(const Tile& tile, unsigned place) const {
     return score_key(score(tile.element + place, tile.bit + place));
+  }
+  static constexpr int bit_bits = 44;
+  __device__ static std::uint32_t key_of(std::uint64_t candidate, const SelectState& state) {
+    return state.base + static_cast<std::uint32_t>(candidate >> bit_bits);
+  }
+  __device__ static std::size_t bit_of(std::uint64_t candidate) {
+    return candidate & ((std::uint64_t{1} << bit_bits) - 1);
   }
   __device__ std::uint64_t* candidates_of(const SelectState& state) const {
     return candidates + (tiles[state.first_tile].bit - first_word * word_bits) / elements_per_candidate;
@@ -176,7 +185,7 @@ __global__ void __launch_bounds__(block_threads) select_begin_kernel(SelectTask<
   state.first_tile = blockIdx.x;
   state.tiles = static_cast<std::uint32_t>((segment.count + tile_bits - 1) / tile_bits);
   const std::uint32_t guess = state.threshold & 0x7fffffff;
-  state.low = guess < prediction ? 0 : guess - prediction;
+  state.low = state.base = guess < prediction ? 0 : guess - prediction;
   state.width = (guess > all_keys - 1 - prediction ? all_keys - 1 : guess + prediction) - state.low + 1;
 }
 
@@ -207,7 +216,7 @@ __global__ void __launch_bounds__(block_threads) select_predict_kernel(SelectTas
     if (lane == 0) place = atomicAdd(&state.found, static_cast<unsigned long long>(__popc(inside)));
     place = __shfl_sync(~0u, place, 0) + static_cast<unsigned>(__popc(inside & ((1u << lane) - 1)));
     if (inside >> lane & 1 && place < room)
-      candidates[place] = std::uint64_t{key} << 33 | (tile.bit + i - task.first_word * word_bits);
+      candidates[place] = std::uint64_t{key - low} << task.bit_bits | (tile.bit + i - task.first_word * word_bits);
   }
   using Reduce = cub::BlockReduce<unsigned, block_threads>;
   __shared__ typename Reduce::TempStorage scratch;
@@ -244,7 +253,7 @@ __global__ void __launch_bounds__(block_threads) select_count_kernel(SelectTask<
   const std::uint32_t low = state.low, width = state.width;
   if (state.predicted) {
     const std::size_t i = std::size_t{part} * own + threadIdx.x;
-    const std::uint32_t key = i < found ? static_cast<std::uint32_t>(task.candidates_of(state)[i] >> 33) - low : ~0u;
+    const std::uint32_t key = i < found ? task.key_of(task.candidates_of(state)[i], state) - low : ~0u;
     count_key(bins, key < width, key >> shift);
   } else {
     for (unsigned first = 0; first < tile_bits; first += block_threads) {
@@ -288,8 +297,8 @@ __global__ void __launch_bounds__(block_threads) select_emit_kernel(SelectTask<S
     const std::size_t i = std::size_t{blockIdx.x - state.first_tile} * block_threads + threadIdx.x;
     if (i >= state.found) return;
     const std::uint64_t candidate = task.candidates_of(state)[i];
-    const std::uint32_t key = static_cast<std::uint32_t>(candidate >> 33);
-    const std::size_t bit = candidate & ((std::uint64_t{1} << 33) - 1);
+    const std::uint32_t key = task.key_of(candidate, state);
+    const std::size_t bit = task.bit_of(candidate);
     if (key > threshold) atomicOr(task.words + task.first_word + bit / word_bits, 1u << bit % word_bits);
     if (key == threshold) atomicOr(task.ties + bit / word_bits, 1u << bit % word_bits);
     return;

@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(block_threads)
   before += tile.bit / word_bits;
   gradient += tile.element;
   state += tile.element;
-  const auto accumulate = [&](unsigned place, float g, float& a) {
-    const bool was_kept = before[place / word_bits] >> place % word_bits & 1, is_kept = bits.kept(place);
+  const auto accumulate = [&](unsigned place, bool was_kept, float g, float& a) {
+    const bool is_kept = bits.kept(place);
     g = multiply(g, scale);
     if (is_kept) {
       const std::size_t position = offset + bits.position(place);
@@ -126,13 +126,15 @@ __global__ void __launch_bounds__(block_threads)
       const unsigned place = first + threadIdx.x * quad;
       const Quad<G> g = *reinterpret_cast<const Quad<G>*>(gradient + place);
       Quad<float> a = *reinterpret_cast<const Quad<float>*>(state + place);
+      const MaskWord was_kept = before[place / word_bits] >> place % word_bits;
 #pragma unroll
-      for (unsigned i = 0; i < quad; ++i) accumulate(place + i, static_cast<float>(g.values[i]), a.values[i]);
+      for (unsigned i = 0; i < quad; ++i) accumulate(place + i, was_kept >> i & 1, static_cast<float>(g.values[i]), a.values[i]);
       *reinterpret_cast<Quad<float>*>(state + place) = a;
     }
   } else {
     for (unsigned place = threadIdx.x; place < tile.count; place += block_threads)
-      accumulate(place, static_cast<float>(gradient[place]), state[place]);
+      accumulate(place, before[place / word_bits] >> place % word_bits & 1, static_cast<float>(gradient[place]),
+                 state[place]);
   }
 }
 

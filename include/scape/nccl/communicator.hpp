@@ -88,7 +88,9 @@ class NcclCommunicator {
   template <class T>
   void all_reduce(std::span<const T> in, std::span<T> out, ncclDataType_t type, const CudaStream& stream) {
     expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
-    bytes_sent_ += 2 * others(in.size_bytes()) / ranks();
+    // In turn every part but one, twice; of a count that does not divide, the first ranks' parts are longer.
+    const std::size_t own = in.size() / ranks() + (static_cast<std::size_t>(rank_) < in.size() % ranks());
+    bytes_sent_ += (in.size() - own + (ranks() - 1) * own) * sizeof(T);
     check(ncclAllReduce(in.data(), out.data(), in.size(), type, ncclAvg, communicator_, stream.handle()),
           "ncclAllReduce");
   }
