@@ -68,11 +68,15 @@ class ThreadGroup {
       if (broken.empty()) broken = reason;
       changed.notify_all();
     }
-    // A rank's work has failed: it reads no more, and nobody is to wait for it.
+    // A rank's work has failed: it reads no more, and nobody is to wait for it. Returns when nobody reads its buffers.
     void give_up(std::size_t rank, const std::string& reason) {
-      const std::lock_guard lock(mutex);
+      std::unique_lock lock(mutex);
       reading[rank] = false;
       fail(reason);
+      wait_for_readers(lock);
+    }
+    void wait_for_readers(std::unique_lock<std::mutex>& lock) {
+      changed.wait(lock, [&] { return std::find(reading.begin(), reading.end(), true) == reading.end(); });
     }
     // Returns when all ranks are here; throws on all of them where one cannot come, but not while a rank may still be
     // reading the others' buffers, as all do between the first and the last meeting of a collective.
@@ -285,7 +289,7 @@ inline void ThreadGroup::State::meet(std::size_t rank, bool last) {
          " of " + std::to_string(calls.size()) + " ranks came" + missing);
   }
   if (generation != mine) return;
-  changed.wait(lock, [&] { return std::find(reading.begin(), reading.end(), true) == reading.end(); });
+  wait_for_readers(lock);
   throw Error(broken);
 }
 
