@@ -48,10 +48,14 @@ class Bench {
     char text[16] = "";
     if (density >= 0) std::snprintf(text, sizeof text, "/%g", density);
     const auto iterations = from_environment("SCAPE_BENCH_ITERATIONS", B::iterations);
-    benchmark::RegisterBenchmark((operation + text).c_str(), [this, body](benchmark::State& state) {
-      state_ = &state;
-      body();
-    })->UseManualTime()->Iterations(static_cast<benchmark::IterationCount>(iterations))->Unit(benchmark::kMillisecond);
+    benchmark::RegisterBenchmark((operation + text).c_str(),
+                                 [this, body](benchmark::State& state) {
+                                   state_ = &state;
+                                   body();
+                                 })
+        ->UseManualTime()
+        ->Iterations(static_cast<benchmark::IterationCount>(iterations))
+        ->Unit(benchmark::kMillisecond);
   }
 
   /// Times what work() enqueues, after what prepare() does, with cold caches. It must move `bytes` bytes for each of

@@ -88,9 +88,8 @@ struct HostBackend {
   template <class F>
   void sweep(std::size_t count, F f) {
     stream.enqueue([=, this] {
-      scape::detail::run_parts(pool, count, 65536, [f](std::size_t begin, std::size_t end) {
-        sweep_run(begin, end, f);
-      });
+      scape::detail::run_parts(pool, count, 65536,
+                               [f](std::size_t begin, std::size_t end) { sweep_run(begin, end, f); });
     });
   }
 };

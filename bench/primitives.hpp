@@ -154,8 +154,8 @@ void add_yardsticks(Bench<B>& bench) {
     const auto gradients = noise(bench, bench.elements), parameters = noise(bench, bench.elements, 1);
     const auto moments = noise(bench, bench.elements, 2);
     bench.time(20, [&] {
-      bench.backend.sweep(bench.elements, DenseAdamS{parameters.span().data(), moments.span().data(),
-                                                     gradients.span().data()});
+      bench.backend.sweep(bench.elements,
+                          DenseAdamS{parameters.span().data(), moments.span().data(), gradients.span().data()});
     });
   });
 }
@@ -170,8 +170,11 @@ void add_select(Bench<B>& bench) {
       Space<B> space(bench);
       const auto values = make_values();
       const auto words = bench.template array<MaskWord>(space.plan.words());
-      bench.time(bytes, bench.elements, [&] { space.select(values.span(), density, words.span()); },
-                 [&] { if (cold) space.forget(); });
+      bench.time(
+          bytes, bench.elements, [&] { space.select(values.span(), density, words.span()); },
+          [&] {
+            if (cold) space.forget();
+          });
     });
   };
   const auto random = [&bench] { return noise(bench, bench.elements); };
@@ -191,7 +194,8 @@ void add_select(Bench<B>& bench) {
       Space<B> space(bench, scape::TensorLayout(std::vector<std::size_t>(segments, 1000), 1));
       const auto values = noise(bench, space.plan.size());
       const auto words = bench.template array<MaskWord>(space.plan.words());
-      bench.time(one_read, space.plan.size(), [&] { space.select(values.span(), density, words.span()); }, [] {});
+      bench.time(
+          one_read, space.plan.size(), [&] { space.select(values.span(), density, words.span()); }, [] {});
     });
 }
 
@@ -215,9 +219,7 @@ void add_bits(Bench<B>& bench) {
   bench.add("pack/bytes", -1, [&] {
     const auto flags = filled(bench, bench.elements, std::uint8_t{1});
     const auto words = bench.template array<MaskWord>(BitPacker::words(bench.elements));
-    bench.time(1.125, [&] {
-      BitPacker::pack(std::span<const std::uint8_t>(flags.span()), words.span(), 0, stream);
-    });
+    bench.time(1.125, [&] { BitPacker::pack(std::span<const std::uint8_t>(flags.span()), words.span(), 0, stream); });
   });
   bench.add("unpack", -1, [&] {
     const auto words = filled(bench, BitPacker::words(bench.elements), MaskWord{0x12345678});
@@ -228,9 +230,8 @@ void add_bits(Bench<B>& bench) {
     Space<B> space(bench);
     const Mask<B> mask(space, 0.1);
     const double table = static_cast<double>(sizeof(scape::Tile) + sizeof(std::size_t)) / scape::tile_bits;
-    bench.time(0.125 + table, [&] {
-      BitPacker::offsets(mask.view.plan, mask.view.words, 0, mask.offsets.span(), stream);
-    });
+    bench.time(0.125 + table,
+               [&] { BitPacker::offsets(mask.view.plan, mask.view.words, 0, mask.offsets.span(), stream); });
   });
   for (const double density : {0.001, 0.01, 0.1})
     for (const bool encodes : {true, false})
@@ -334,12 +335,13 @@ void add_rule(Bench<B>& bench) {
         const auto parameters = noise(bench, bench.elements), state = noise(bench, bench.elements, 1);
         const auto payload = noise(bench, mask.view.kept, 2);
         const auto now = scalars(bench);
-        bench.time(update_bytes<Rule, B>(density, decay > 0), bench.elements,
-                   [&] {
-                     scape::update(mask.view, rule.update(parameters.span(), state.span(), payload.span()),
-                                   now.span()[0], stream);
-                   },
-                   [&] { scape::transform(now.span()[0], NextStep{}, stream); });
+        bench.time(
+            update_bytes<Rule, B>(density, decay > 0), bench.elements,
+            [&] {
+              scape::update(mask.view, rule.update(parameters.span(), state.span(), payload.span()), now.span()[0],
+                            stream);
+            },
+            [&] { scape::transform(now.span()[0], NextStep{}, stream); });
       });
 }
 

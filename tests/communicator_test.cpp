@@ -1,6 +1,7 @@
 // Collectives: exact results whatever the threads and the cut, documented bytes, errors instead of hangs.
 
 #include "ranks.hpp"
+#include "support.hpp"
 
 #include <scape/communicator.hpp>
 #include <scape/thread_communicator.hpp>
@@ -29,30 +30,9 @@ namespace {
 
 using scape::MaskWord;
 using scape::ThreadGroup;
-using Floats = std::vector<float>;
-using Words = std::vector<MaskWord>;
-using Counts = std::vector<std::size_t>;
 using namespace std::chrono_literals;
 
-constexpr int worlds[] = {1, 2, 3, 5, 8};
 constexpr std::size_t sizes[] = {0, 1, 2, 31, 33, 1000, 100'003};
-
-std::uint32_t random_bits(std::size_t i) {
-  std::uint64_t x = i * 0x9e3779b97f4a7c15 + 0x7f4a7c15;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
-  x = (x ^ x >> 27) * 0x94d049bb133111eb;
-  return static_cast<std::uint32_t>(x >> 32);
-}
-
-// Of many magnitudes, so that another order of the sum gives other bits.
-Floats floats_of(std::size_t rank, std::size_t count) {
-  Floats values(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t bits = random_bits(i * 64 + rank);
-    values[i] = std::bit_cast<float>((bits & 0x807fffff) | (120 + bits % 16) << 23);
-  }
-  return values;
-}
 
 Words words_of(std::size_t rank, std::size_t count) {
   Words words(count);
@@ -163,16 +143,6 @@ void check_all_contain(const std::vector<std::string>& errors, const std::string
     CAPTURE(errors[rank]);
     CHECK(errors[rank].find(text) != std::string::npos);
   }
-}
-
-template <class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 // Arrays for one rank's collectives, large enough for what the tests below call.

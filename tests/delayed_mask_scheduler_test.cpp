@@ -1,6 +1,7 @@
 // DelayedMaskScheduler by itself, with masks drawn by hand: each one's bits tell in which step it was made.
 
 #include "ranks.hpp"
+#include "support.hpp"
 
 #include <scape/communicator.hpp>
 #include <scape/delayed_mask_scheduler.hpp>
@@ -45,36 +46,21 @@ using scape::MaskOptions;
 using scape::MaskPlan;
 using scape::MaskWord;
 using scape::Segment;
-using Words = std::vector<MaskWord>;
-using Counts = std::vector<std::size_t>;
 using namespace std::chrono_literals;
-
-constexpr int worlds[] = {1, 2, 3, 5, 8};
-
-struct OwnLayout {
-  std::vector<Segment> list;
-  int count;
-  std::size_t size() const { return list.empty() ? 0 : list.back().begin + list.back().count; }
-  int ranks() const { return count; }
-  std::span<const Segment> segments() const { return list; }
-};
 
 // Sparse, dense and empty segments, one of several tiles, in an order that is not the owners'; with more than two
 // ranks some own nothing, or nothing but dense segments.
-OwnLayout mixed_layout(int ranks) {
-  OwnLayout layout{{}, ranks};
-  const auto add = [&](std::size_t count, int owner, bool dense = false) {
-    layout.list.push_back({layout.size(), count, owner % ranks, dense});
-  };
-  add(100, 1);
-  add(7, 0, true);
-  add(5000, 0);
-  add(0, 1);
-  add(33, 4, true);
-  add(1, 1);
-  add(64, 0);
-  add(300, 5);
-  add(4097, 1, true);
+ListLayout mixed_layout(int ranks) {
+  ListLayout layout{{}, ranks};
+  layout.add(100, 1);
+  layout.add(7, 0, true);
+  layout.add(5000, 0);
+  layout.add(0, 1);
+  layout.add(33, 4, true);
+  layout.add(1, 1);
+  layout.add(64, 0);
+  layout.add(300, 5);
+  layout.add(4097, 1, true);
   return layout;
 }
 
@@ -254,16 +240,6 @@ std::uint64_t mask_bytes(const MaskPlan& plan, double density, MaskCoding coding
   return (bitmap.size() - 1) * (coded ? code : bitmap)[static_cast<std::size_t>(rank)] * 4;
 }
 
-template <class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 // A communicator that has no all_gather_uneven, and whose all_gather waits for a latch first where it was given one.
 template <class Rank>
 struct HeldCommunicator {
@@ -423,8 +399,9 @@ TEST_CASE("layouts of which nothing travels") {
   for (const int world : {1, 3})
     for (const bool exact : {false, true})
       for (const MaskCoding coding : {MaskCoding::automatic, MaskCoding::elias_fano}) {
-        const MaskPlan plans[] = {MaskPlan(OwnLayout{{}, world}, exact), MaskPlan(OwnLayout{{{0, 0, 0}}, world}, exact),
-                                  MaskPlan(OwnLayout{{{0, 9, 0, true}, {9, 5000, world - 1, true}}, world}, exact)};
+        const MaskPlan plans[] = {MaskPlan(ListLayout{{}, world}, exact),
+                                  MaskPlan(ListLayout{{{0, 0, 0}}, world}, exact),
+                                  MaskPlan(ListLayout{{{0, 9, 0, true}, {9, 5000, world - 1, true}}, world}, exact)};
         for (const MaskPlan& plan : plans)
           run_ranks(world, [&](auto& rank) {
             check_steps(rank, plan, {.density = DensitySchedule(0.1, 2), .coding = coding}, 4);

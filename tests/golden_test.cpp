@@ -71,8 +71,9 @@ void check_rank(const Json& golden, Rank& rank, const Rule& rule, std::vector<st
     scape::StepReport report;
     optimizer.step(gradients.span(), device_parameters.span(), rank.compute, &report);
     const auto expect = [&](bool holds, const char* what, std::size_t i) {
-      if (!holds) faults.push_back(golden["name"].get<std::string>() + ", step " + std::to_string(step) + ", rank " +
-                                   std::to_string(me) + ": " + what + " of element " + std::to_string(i));
+      if (!holds)
+        faults.push_back(golden["name"].get<std::string>() + ", step " + std::to_string(step) + ", rank " +
+                         std::to_string(me) + ": " + what + " of element " + std::to_string(i));
     };
     if (expected.contains("gradient_norm")) expect(near(report.gradient_norm, expected["gradient_norm"]), "norm", 0);
     const std::vector<float> parameters = rank.backend.read(device_parameters), store = read(rank, optimizer.store());

@@ -1,6 +1,7 @@
 // Layouts, and the tables that a MaskPlan makes of them.
 
 #include "backends.hpp"
+#include "support.hpp"
 
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
@@ -101,16 +102,6 @@ std::size_t least_busiest(std::span<const std::size_t> sizes, int ranks) {
     best = std::min(best, std::max(first, least_busiest(sizes.subspan(i + 1), ranks - 1)));
   }
   return best;
-}
-
-template <class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 // The first word of a segment in mask space, by laying them out again in the documented order.

@@ -1,6 +1,7 @@
 // ResidualStore: gradients add up, kept elements go to the payload, the rule says what stays.
 
 #include "backends.hpp"
+#include "support.hpp"
 
 #include <scape/arithmetic.hpp>
 #include <scape/layout.hpp>
@@ -32,49 +33,20 @@ using scape::MaskWord;
 using scape::ResidualStore;
 using scape::Segment;
 using scape::StepScalars;
-using Floats = std::vector<float>;
-using Words = std::vector<MaskWord>;
 
 constexpr float untouched = -77;
 
-struct OwnLayout {
-  std::vector<Segment> list;
-  int count;
-  std::size_t size() const { return list.empty() ? 0 : list.back().begin + list.back().count; }
-  int ranks() const { return count; }
-  std::span<const Segment> segments() const { return list; }
-};
-
-OwnLayout mixed_layout() {
-  OwnLayout layout{{}, 3};
-  const auto add = [&](std::size_t count, int owner, bool dense = false) {
-    layout.list.push_back({layout.size(), count, owner, dense});
-  };
-  add(100, 1);
-  add(7, 0, true);
-  add(9000, 0);
-  add(0, 1);
-  add(33, 1, true);
-  add(1, 1);
-  add(4096, 1);
-  add(31, 0);
+ListLayout mixed_layout() {
+  ListLayout layout{{}, 3};
+  layout.add(100, 1);
+  layout.add(7, 0, true);
+  layout.add(9000, 0);
+  layout.add(0, 1);
+  layout.add(33, 1, true);
+  layout.add(1, 1);
+  layout.add(4096, 1);
+  layout.add(31, 0);
   return layout;
-}
-
-std::uint32_t random_bits(std::size_t i) {
-  std::uint64_t x = i * 0x9e3779b97f4a7c15 + 0x7f4a7c15;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
-  x = (x ^ x >> 27) * 0x94d049bb133111eb;
-  return static_cast<std::uint32_t>(x >> 32);
-}
-
-Floats floats_of(std::size_t seed, std::size_t count) {
-  Floats values(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t bits = random_bits(i * 64 + seed);
-    values[i] = std::bit_cast<float>((bits & 0x807fffff) | (120 + bits % 16) << 23);
-  }
-  return values;
 }
 
 // Of 1000 elements of a sparse segment the mask keeps `share`, other ones for another seed.
@@ -196,16 +168,6 @@ void check_accumulate(Backend& backend, const MaskPlan& plan, Choice was, Choice
   CHECK(same_bits(backend.read(moments), expected_moments));
 }
 
-template <class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 }  // namespace
 
 TEST_CASE_TEMPLATE("zero at first; add sums up, element by element", Backend, SCAPE_BACKENDS) {
@@ -262,7 +224,7 @@ TEST_CASE_TEMPLATE("accumulate does what the rule says, for any mask before and 
 
 TEST_CASE_TEMPLATE("accumulate over nothing", Backend, SCAPE_BACKENDS) {
   Backend backend;
-  for (const OwnLayout& layout : {OwnLayout{{}, 2}, OwnLayout{{{0, 0, 1}, {0, 0, 0, true}}, 2}}) {
+  for (const ListLayout& layout : {ListLayout{{}, 2}, ListLayout{{{0, 0, 1}, {0, 0, 0, true}}, 2}}) {
     const MaskPlan plan(layout);
     check_accumulate<TracingWithMoment>(backend, plan, {1000, 1}, {1000, 2}, 1);
     const Mask<Backend> mask(backend, plan, {1000, 1});

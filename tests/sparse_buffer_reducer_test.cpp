@@ -1,6 +1,7 @@
 // SparseBufferReducer: values at a mask to one payload, its mean over the ranks, and back.
 
 #include "ranks.hpp"
+#include "support.hpp"
 
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
@@ -30,52 +31,20 @@ using scape::MaskPlan;
 using scape::MaskWord;
 using scape::Segment;
 using scape::SparseBufferReducer;
-using Floats = std::vector<float>;
-using Words = std::vector<MaskWord>;
-using Counts = std::vector<std::size_t>;
 
-constexpr int worlds[] = {1, 2, 3, 5, 8};
 constexpr float untouched = -77;
 
-struct OwnLayout {
-  std::vector<Segment> list;
-  int count;
-  std::size_t size() const { return list.empty() ? 0 : list.back().begin + list.back().count; }
-  int ranks() const { return count; }
-  std::span<const Segment> segments() const { return list; }
-};
-
 // Segments of all kinds in an order that is not the owners'; some ranks may own nothing.
-OwnLayout mixed_layout(int ranks) {
-  OwnLayout layout{{}, ranks};
-  const auto add = [&](std::size_t count, int owner, bool dense = false) {
-    layout.list.push_back({layout.size(), count, owner % ranks, dense});
-  };
-  add(100, 1);
-  add(7, 0, true);
-  add(5000, 0);
-  add(0, 1);
-  add(33, 4, true);
-  add(1, 1);
-  add(4096, 5);
+ListLayout mixed_layout(int ranks) {
+  ListLayout layout{{}, ranks};
+  layout.add(100, 1);
+  layout.add(7, 0, true);
+  layout.add(5000, 0);
+  layout.add(0, 1);
+  layout.add(33, 4, true);
+  layout.add(1, 1);
+  layout.add(4096, 5);
   return layout;
-}
-
-std::uint32_t random_bits(std::size_t i) {
-  std::uint64_t x = i * 0x9e3779b97f4a7c15 + 0x7f4a7c15;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
-  x = (x ^ x >> 27) * 0x94d049bb133111eb;
-  return static_cast<std::uint32_t>(x >> 32);
-}
-
-// Of many magnitudes: another order of the sum gives other bits.
-Floats floats_of(std::size_t rank, std::size_t count) {
-  Floats values(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t bits = random_bits(i * 64 + rank);
-    values[i] = std::bit_cast<float>((bits & 0x807fffff) | (120 + bits % 16) << 23);
-  }
-  return values;
 }
 
 // Whether an element is kept: of 1000, `share`; in dense segments all.
@@ -158,16 +127,6 @@ Floats mean_at(std::size_t ranks, std::size_t size, const Counts& elements) {
   return sum;
 }
 
-template <class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 constexpr std::uint32_t shares[] = {0, 1, 10, 250, 999, 1000};
 
 }  // namespace
@@ -202,8 +161,8 @@ TEST_CASE_TEMPLATE("gather and scatter: the kept elements, at their places, and 
 
 TEST_CASE_TEMPLATE("a mask without elements, and a layout without", Backend, SCAPE_BACKENDS) {
   Backend backend;
-  for (const OwnLayout& layout :
-       {OwnLayout{{}, 2}, OwnLayout{{{0, 0, 1}, {0, 0, 0, true}}, 2}, OwnLayout{{{0, 100, 1}}, 2}}) {
+  for (const ListLayout& layout :
+       {ListLayout{{}, 2}, ListLayout{{{0, 0, 1}, {0, 0, 0, true}}, 2}, ListLayout{{{0, 100, 1}}, 2}}) {
     const MaskPlan plan(layout);
     const Drawn drawn(plan, 0);
     const Mask<Backend> mask(backend, plan, drawn);

@@ -53,7 +53,9 @@ struct SetLearningRate {
 };
 struct ClipGradient {
   float limit;
-  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.gradient_scale = clip_scale(now.squared_norm, limit); }
+  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
+    now.gradient_scale = clip_scale(now.squared_norm, limit);
+  }
 };
 struct ClipPayload {
   float limit;
@@ -154,20 +156,20 @@ class AdamS {
     learning_rate_is_new_ = false;
   }
 
-  /// Makes compute wait for the masks under way: before steps are captured into a CUDA graph, and as the last thing that
-  /// is captured. Capture max(delay, 1) + 1 steps after the density warm-up, with refresh = 1: as many masks take turns,
-  /// and another number of steps would use the wrong ones. steps() and the communicator's bytes count captures, not
-  /// replays. End the capture before the optimizer is destroyed.
+  /// Makes compute wait for the masks under way: before steps are captured into a CUDA graph, and as the last thing
+  /// that is captured. Capture max(delay, 1) + 1 steps after the density warm-up, with refresh = 1: as many masks take
+  /// turns, and another number of steps would use the wrong ones. steps() and the communicator's bytes count captures,
+  /// not replays. End the capture before the optimizer is destroyed.
   void await_masks(const S& compute) { masks_.await(compute); }
 
   /// One step: enqueues on `compute` and returns. The gradients are this rank's own, the parameters every rank's.
   /// With a report: waits for the step and fills it.
   void step(std::span<const float> gradients, std::span<float> parameters, const S& compute,
             StepReport* report = nullptr) {
-    expects(gradients.size() == plan_.size(), "gradients.size()", gradients.size(),
-            "must be the layout's size, ", plan_.size());
-    expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(),
-            "must be the layout's size, ", plan_.size());
+    expects(gradients.size() == plan_.size(), "gradients.size()", gradients.size(), "must be the layout's size, ",
+            plan_.size());
+    expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(), "must be the layout's size, ",
+            plan_.size());
     if (broken_) throw Error("an earlier step failed halfway: the optimizer's state is no longer valid");
     broken_ = true;
     compute_ = compute;
@@ -202,8 +204,8 @@ class AdamS {
  private:
   template <ShardedLayout L>
   static const L& fitting(const L& layout, const C& communicator) {
-    expects(layout.ranks() == communicator.size(), "layout.ranks()", layout.ranks(), "must be the communicator's size, ",
-            communicator.size());
+    expects(layout.ranks() == communicator.size(), "layout.ranks()", layout.ranks(),
+            "must be the communicator's size, ", communicator.size());
     return layout;
   }
 
@@ -290,7 +292,8 @@ class AdamS {
   }
 
   // The overlap is taken before the next draft takes `before`'s memory.
-  void begin_report(StepReport& report, MaskView before, MaskView mask, std::span<const float> payload, const S& compute) {
+  void begin_report(StepReport& report, MaskView before, MaskView mask, std::span<const float> payload,
+                    const S& compute) {
     report = {};
     report.step = masks_.step();
     report.density = masks_.density();
@@ -300,8 +303,9 @@ class AdamS {
   }
 
   void finish_report(StepReport& report, std::size_t kept_before, MaskView mask, const S& compute) {
-    squared_norm(plan_.tiles().size() * tile_bits, detail::ResidualAt<R>{mask.plan.tiles.data(), mask.words.data(), store_.values().data()}, partials_.span(),
-                 scalars().squared_residual, compute);
+    squared_norm(plan_.tiles().size() * tile_bits,
+                 detail::ResidualAt<R>{mask.plan.tiles.data(), mask.words.data(), store_.values().data()},
+                 partials_.span(), scalars().squared_residual, compute);
     copy_values(std::span<const StepScalars>(scalars_.span()), std::span<StepScalars>(host_scalars_), compute);
     compute.synchronize();
     const StepScalars& found = host_scalars_[0];
@@ -318,7 +322,8 @@ class AdamS {
   void check_agreement(const R& rule, M& memory) {
     constexpr std::array names = {"layout", "options", "rule"};
     std::array<MaskWord, 2 * names.size()> own;
-    for (std::size_t i = 0; const std::uint64_t print : {plan_.fingerprint(), options_.fingerprint(), rule.fingerprint()}) {
+    for (std::size_t i = 0;
+         const std::uint64_t print : {plan_.fingerprint(), options_.fingerprint(), rule.fingerprint()}) {
       own[i++] = static_cast<MaskWord>(print);
       own[i++] = static_cast<MaskWord>(print >> 32);
     }
@@ -331,7 +336,9 @@ class AdamS {
     copy_values(std::span<const MaskWord>(all.span()), std::span(read), side_);
     side_.synchronize();
     for (std::size_t i = 0; i < names.size(); ++i) {
-      const auto print = [&](std::size_t rank) { return std::pair(read[rank * own.size() + 2 * i], read[rank * own.size() + 2 * i + 1]); };
+      const auto print = [&](std::size_t rank) {
+        return std::pair(read[rank * own.size() + 2 * i], read[rank * own.size() + 2 * i + 1]);
+      };
       const auto agreeing = [&](std::size_t rank) {
         std::size_t count = 0;
         for (std::size_t other = 0; other < ranks; ++other) count += print(other) == print(rank);
@@ -349,7 +356,8 @@ class AdamS {
   class PhaseClock {
    public:
     using Phase = double StepReport::Seconds::*;
-    PhaseClock(bool runs, std::array<double, 8>& times, const S& compute) : runs_(runs), times_(times), compute_(compute) {
+    PhaseClock(bool runs, std::array<double, 8>& times, const S& compute)
+        : runs_(runs), times_(times), compute_(compute) {
       if (runs) record_time(times_[0], compute_);
     }
     void lap(Phase phase) {

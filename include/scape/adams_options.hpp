@@ -26,7 +26,8 @@ struct AdamSOptions {
   bool exact_mask_parts = false;  ///< for unbalanced layouts: no padding in the mask exchange (MaskPlan)
 
   MaskOptions masks() const {
-    return {.density = DensitySchedule(density, density_warmup), .delay = delay, .refresh = refresh, .coding = mask_coding};
+    return {
+        .density = DensitySchedule(density, density_warmup), .delay = delay, .refresh = refresh, .coding = mask_coding};
   }
 
   void check() const {

@@ -43,7 +43,8 @@ SCAPE_HOST_DEVICE inline float choose(bool condition, float a, float b) {
   return float_of(y ^ ((x ^ y) & (0u - static_cast<std::uint32_t>(condition))));
 }
 
-/// The integer by which scores are ranked: the bits of |score|; every NaN is the largest, -0 equals +0, denormals count.
+/// The integer by which scores are ranked: the bits of |score|; every NaN is the largest, -0 equals +0, denormals
+/// count.
 SCAPE_HOST_DEVICE inline std::uint32_t score_key(float score) {
   const std::uint32_t bits = bits_of(score) & 0x7fffffffu;
   return bits > 0x7f800000u ? 0x7fffffffu : bits;

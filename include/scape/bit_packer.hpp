@@ -70,8 +70,8 @@ class BitPacker {
   static void offsets(PlanView plan, std::span<const MaskWord> words, std::size_t stride,
                       std::span<std::size_t> offsets, const S& stream) {
     static_assert(implemented<S>, "bits are not packed on this stream; for HostStream include <scape/host/pack.hpp>");
-    expects(offsets.size() == plan.tiles.size(), "offsets.size()", offsets.size(),
-            "must be the plan's tiles, ", plan.tiles.size());
+    expects(offsets.size() == plan.tiles.size(), "offsets.size()", offsets.size(), "must be the plan's tiles, ",
+            plan.tiles.size());
     count_offsets(plan, words, stride, offsets, stream);
   }
 
@@ -85,8 +85,8 @@ class BitPacker {
   static void indices(std::span<const MaskWord> words, std::span<std::size_t> indices, std::span<std::byte> workspace,
                       const S& stream) {
     static_assert(implemented<S>, "bits are not packed on this stream; for HostStream include <scape/host/pack.hpp>");
-    expects(indices.size() <= words.size() * word_bits, "indices.size()", indices.size(),
-            "must be at most the mask's ", words.size() * word_bits, " bits");
+    expects(indices.size() <= words.size() * word_bits, "indices.size()", indices.size(), "must be at most the mask's ",
+            words.size() * word_bits, " bits");
     expect_workspace(workspace, indices_workspace_bytes(words.size()));
     list_bits(words, indices, workspace, stream);
   }
@@ -105,8 +105,7 @@ class BitPacker {
                      std::span<std::byte> workspace, const S& stream) {
     static_assert(implemented<S>, "bits are not packed on this stream; for HostStream include <scape/host/pack.hpp>");
     expect_mask(code, words.size());
-    expects(out.size() >= code.words(), "out.size()", out.size(),
-            "must hold the code's words, ", code.words());
+    expects(out.size() >= code.words(), "out.size()", out.size(), "must hold the code's words, ", code.words());
     expect_workspace(workspace, code.workspace_bytes());
     encode_elias_fano(code, words, out, workspace, stream);
   }
@@ -116,8 +115,7 @@ class BitPacker {
   static void decode(EliasFano code, std::span<const MaskWord> in, std::span<MaskWord> words,
                      std::span<std::byte> workspace, const S& stream) {
     static_assert(implemented<S>, "bits are not packed on this stream; for HostStream include <scape/host/pack.hpp>");
-    expects(in.size() >= code.words(), "in.size()", in.size(),
-            "must hold the code's words, ", code.words());
+    expects(in.size() >= code.words(), "in.size()", in.size(), "must hold the code's words, ", code.words());
     expect_mask(code, words.size());
     expect_workspace(workspace, code.workspace_bytes());
     decode_elias_fano(code, in, words, workspace, stream);
@@ -133,18 +131,16 @@ class BitPacker {
   static void expect_bits(std::size_t words, std::size_t first_bit, std::size_t count) {
     const std::size_t bits = words * word_bits;
     expects(first_bit <= bits, "first_bit", first_bit, "must be at most the mask's ", bits, " bits");
-    expects(count <= bits - first_bit, "words.size()", words,
-            "must hold ", count, " bits from bit ", first_bit, " on");
+    expects(count <= bits - first_bit, "words.size()", words, "must hold ", count, " bits from bit ", first_bit, " on");
   }
 
   static void expect_mask(EliasFano code, std::size_t words) {
-    expects(words == words_for(code.bits()), "words.size()", words,
-            "must hold the code's ", code.bits(), " bits and no more: ", words_for(code.bits()));
+    expects(words == words_for(code.bits()), "words.size()", words, "must hold the code's ", code.bits(),
+            " bits and no more: ", words_for(code.bits()));
   }
 
   static void expect_workspace(std::span<std::byte> workspace, std::size_t bytes) {
-    expects(workspace.size() >= bytes, "workspace.size()", workspace.size(),
-            "must be at least ", bytes);
+    expects(workspace.size() >= bytes, "workspace.size()", workspace.size(), "must be at least ", bytes);
     expects(reinterpret_cast<std::uintptr_t>(workspace.data()) % alignof(std::size_t) == 0, "workspace.data()",
             static_cast<const void*>(workspace.data()), "must be aligned for std::size_t");
   }

@@ -19,11 +19,11 @@
 
 namespace scape::inline v0 {
 
-/// Our update rule, a clock per parameter (docs/algorithm.md, "Rule clock"): an element that is kept after n steps moves as n
-/// steps of AdamS with the mean of its n gradients would have moved it. Off the mask nothing of a parameter moves,
-/// weight decay included. The ResidualStore holds the gradients not sent yet; the rule owns 6 bytes a parameter more:
-/// the first moment, and the step of last use in 16 bits. n is exact up to `longest`, where it stays. Clips the local
-/// gradient. No bias correction.
+/// Our update rule, a clock per parameter (docs/algorithm.md, "Rule clock"): an element that is kept after n steps
+/// moves as n steps of AdamS with the mean of its n gradients would have moved it. Off the mask nothing of a parameter
+/// moves, weight decay included. The ResidualStore holds the gradients not sent yet; the rule owns 6 bytes a parameter
+/// more: the first moment, and the step of last use in 16 bits. n is exact up to `longest`, where it stays. Clips the
+/// local gradient. No bias correction.
 struct ClockRule {
   float cap = 64;  ///< an element moves by at most this many learning rates (times 1.13): where a rate is too high for
                    ///< dense training, long waits make it worse
@@ -35,8 +35,8 @@ struct ClockRule {
   SCAPE_HOST_DEVICE static float residual(float state, bool) { return state; }
   std::uint64_t fingerprint() const noexcept { return Fingerprint().add(std::uint64_t{2}).add(double{cap}).value(); }
 
-  /// Steps are stored modulo 2^16. Every `sweep` steps those that lie more than `longest` back are moved up to there, so
-  /// that no difference wraps: longest + sweep = 65535.
+  /// Steps are stored modulo 2^16. Every `sweep` steps those that lie more than `longest` back are moved up to there,
+  /// so that no difference wraps: longest + sweep = 65535.
   static constexpr unsigned sweep = 16384, longest = 65535 - sweep;
 
   /// beta^n and 1 - beta^n, for both betas.
@@ -119,8 +119,8 @@ struct ClockRule {
       const Powers power = clocks.at(n);
       const float count = static_cast<float>(n);
       const float sum = add(unsent, multiply(gradient[element], now->gradient_scale));
-      return multiply(count, add(multiply(power.beta1, moments[element]),
-                                 multiply(power.one_minus_beta1, divide(sum, count))));
+      return multiply(
+          count, add(multiply(power.beta1, moments[element]), multiply(power.one_minus_beta1, divide(sum, count))));
     }
   };
   // The same where other masks wait for their turn: their elements, `sent`, count as sent.
@@ -150,8 +150,7 @@ class ClockRule::State {
         last_(size, memory),
         table_(powers_of(options)),
         powers_(table_.size(), memory) {
-    expects(rule.cap >= 1 && rule.cap <= static_cast<float>(longest), "cap", rule.cap,
-            "must be 1 to ", longest);
+    expects(rule.cap >= 1 && rule.cap <= static_cast<float>(longest), "cap", rule.cap, "must be 1 to ", longest);
     fill_values(moments_.span(), 0.0f, stream);
     fill_values(last_.span(), std::uint16_t{0}, stream);
     copy_values(std::span<const float>(table_), powers_.span(), stream);
@@ -182,8 +181,8 @@ class ClockRule::State {
 
   /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
   template <class Select>
-  void score_before(std::span<const float> gradient, std::span<const float> residual, MaskView,
-                    const StepScalars& now, Select select) const {
+  void score_before(std::span<const float> gradient, std::span<const float> residual, MaskView, const StepScalars& now,
+                    Select select) const {
     select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 0});
   }
   template <class Select>

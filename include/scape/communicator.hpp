@@ -15,29 +15,28 @@ using MaskWord = std::uint32_t;
 /// A group of ranks with collectives that are enqueued on a stream. Every rank calls the same collectives with the same
 /// counts in the same order; one at a time per rank. Inputs and outputs must live until the stream has passed them.
 template <class C, class S>
-concept Communicator =
-    Stream<S> && requires(C& communicator, std::span<const float> in, std::span<float> out,
-                          std::span<const MaskWord> own, std::span<MaskWord> all,
-                          std::span<const std::size_t> counts, const S& stream) {
-      { communicator.rank() } -> std::convertible_to<int>;
-      { communicator.size() } -> std::convertible_to<int>;
-      // out = mean of all ranks' in. Same size; in place allowed.
-      communicator.all_reduce_mean(in, out, stream);
-      // out = part of the mean that belongs to this rank: in holds size() parts of out's size, by rank.
-      communicator.reduce_scatter_mean(in, out, stream);
-      // all = all ranks' own, by rank: all.size() = size() * own.size(). own may be its own place in all.
-      communicator.all_gather(own, all, stream);
-      // What this rank has sent so far, in bytes.
-      { communicator.bytes_sent() } -> std::convertible_to<std::uint64_t>;
-    };
+concept Communicator = Stream<S> &&
+    requires(C& communicator, std::span<const float> in, std::span<float> out, std::span<const MaskWord> own,
+             std::span<MaskWord> all, std::span<const std::size_t> counts, const S& stream) {
+  { communicator.rank() } -> std::convertible_to<int>;
+  { communicator.size() } -> std::convertible_to<int>;
+  // out = mean of all ranks' in. Same size; in place allowed.
+  communicator.all_reduce_mean(in, out, stream);
+  // out = part of the mean that belongs to this rank: in holds size() parts of out's size, by rank.
+  communicator.reduce_scatter_mean(in, out, stream);
+  // all = all ranks' own, by rank: all.size() = size() * own.size(). own may be its own place in all.
+  communicator.all_gather(own, all, stream);
+  // What this rank has sent so far, in bytes.
+  { communicator.bytes_sent() } -> std::convertible_to<std::uint64_t>;
+};
 
 /// A communicator that can also gather parts of different sizes: counts holds every rank's, and is read before the call
 /// returns.
 template <class C, class S>
-concept UnevenCommunicator =
-    Communicator<C, S> && requires(C& communicator, std::span<const MaskWord> own, std::span<MaskWord> all,
-                                   std::span<const std::size_t> counts, const S& stream) {
-      communicator.all_gather_uneven(own, all, counts, stream);
-    };
+concept UnevenCommunicator = Communicator<C, S> &&
+    requires(C& communicator, std::span<const MaskWord> own, std::span<MaskWord> all,
+             std::span<const std::size_t> counts, const S& stream) {
+  communicator.all_gather_uneven(own, all, counts, stream);
+};
 
 }  // namespace scape::inline v0

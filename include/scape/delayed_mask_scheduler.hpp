@@ -41,12 +41,13 @@ struct MaskOptions {
 ///   masks.finish();
 /// Every rank must make the same calls. A mask stays in use until the next one is due.
 ///
-/// Collectives of one communicator run in order, so a delay above 1 hides an exchange behind more computation only while
-/// no payload is due: 1 is nearly always right.
+/// Collectives of one communicator run in order, so a delay above 1 hides an exchange behind more computation only
+/// while no payload is due: 1 is nearly always right.
 ///
 /// Owns, in the memory of M, max(delay, 1) + 1 bitmaps with 8 bytes of offsets per 4,096 elements, and the codes of one
 /// mask. An exchange sends (W - 1) / W of the mask's bytes, as bitmap or code. The draft is written on the compute
-/// stream; coding, exchange and decoding run on the side stream. Must stay until both have passed; the constructor waits. docs/algorithm.md, "What both rules share".
+/// stream; coding, exchange and decoding run on the side stream. Must stay until both have passed; the constructor
+/// waits. docs/algorithm.md, "What both rules share".
 template <Stream S, MemoryResource M>
 class DelayedMaskScheduler {
  public:
@@ -208,15 +209,16 @@ class DelayedMaskScheduler {
   // The step that a mask drafted now is for.
   std::size_t due() const noexcept { return advanced_ ? step_ + static_cast<std::size_t>(options_.delay) : step_; }
 
-  MaskView view(const Slot& slot) const noexcept { return {tables_, slot.words.span(), slot.offsets.span(), slot.kept}; }
+  MaskView view(const Slot& slot) const noexcept {
+    return {tables_, slot.words.span(), slot.offsets.span(), slot.kept};
+  }
 
   // There are delay + 1 slots: one in use, at most delay - 1 pending when a draft begins. With delay 1 the free one is
   // the one that previous() is in, which is why that ends with the next draft.
   Slot& free_slot() noexcept {
     const auto taken = [&](const Slot& slot) {
-      return &slot == current_ || std::any_of(pending_.begin(), pending_.end(), [&](const Pending& pending) {
-               return pending.slot == &slot;
-             });
+      return &slot == current_ || std::any_of(pending_.begin(), pending_.end(),
+                                              [&](const Pending& pending) { return pending.slot == &slot; });
     };
     return *std::find_if_not(slots_.begin(), slots_.end(), taken);
   }
@@ -251,16 +253,20 @@ class DelayedMaskScheduler {
   }
 
   static std::span<MaskWord> part(std::span<MaskWord> all, std::span<const std::size_t> counts, std::size_t rank) {
-    const auto begin = std::accumulate(counts.begin(), counts.begin() + static_cast<std::ptrdiff_t>(rank), std::size_t{0});
+    const auto begin =
+        std::accumulate(counts.begin(), counts.begin() + static_cast<std::ptrdiff_t>(rank), std::size_t{0});
     return all.subspan(begin, counts[rank]);
   }
 
   // Bounds over all densities of the schedule. An Elias-Fano code of n bits is at most 2 n + 2 words long.
   std::size_t largest_code_words() const noexcept {
     switch (options_.coding) {
-      case MaskCoding::bitmap: return 0;
-      case MaskCoding::automatic: return plan_.exchanged_words();
-      case MaskCoding::elias_fano: break;
+      case MaskCoding::bitmap:
+        return 0;
+      case MaskCoding::automatic:
+        return plan_.exchanged_words();
+      case MaskCoding::elias_fano:
+        break;
     }
     return 2 * (plan_.exchanged_words() + static_cast<std::size_t>(plan_.ranks()));
   }

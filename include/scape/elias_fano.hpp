@@ -23,8 +23,8 @@ constexpr std::size_t count_workspace_bytes(std::size_t words) noexcept {
 /// With l = floor(log2(bits / kept)), the i-th set bit, at position p, is p mod 2^l in l bits from i * l on and, in the
 /// high part, a one at p / 2^l + i: kept * l bits and kept + ceil(bits / 2^l) bits, each padded to whole words. At most
 /// 12 % above the entropy of random positions; 0.525 bits a parameter at density 0.1, 0.0856 at 0.01, 0.0120 at 0.001.
-/// Worth its while below density 1/4; at more a bitmap is smaller. docs/algorithm.md, "Mask on the wire"; Elias, J. ACM 21(2),
-/// 1974.
+/// Worth its while below density 1/4; at more a bitmap is smaller. docs/algorithm.md, "Mask on the wire"; Elias, J. ACM
+/// 21(2), 1974.
 class EliasFano {
  public:
   /// Throws std::invalid_argument where kept > bits.

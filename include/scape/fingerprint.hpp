@@ -13,7 +13,9 @@ class Fingerprint {
     hash_ ^= hash_ >> 32;
     return *this;
   }
-  constexpr Fingerprint& add(double value) noexcept { return add(std::bit_cast<std::uint64_t>(value + 0.0)); }  // -0 is 0
+  constexpr Fingerprint& add(double value) noexcept {
+    return add(std::bit_cast<std::uint64_t>(value + 0.0));
+  }  // -0 is 0
   constexpr std::uint64_t value() const noexcept { return hash_; }
 
  private:

@@ -24,9 +24,9 @@ struct Segment {
 /// How the flat space of parameters is cut over ranks. Any type with these three members fits.
 template <class L>
 concept ShardedLayout = requires(const L& layout) {
-  { layout.size() } -> std::convertible_to<std::size_t>;                         // elements of the flat space
+  { layout.size() } -> std::convertible_to<std::size_t>;  // elements of the flat space
   { layout.ranks() } -> std::convertible_to<int>;
-  { layout.segments() } -> std::convertible_to<std::span<const Segment>>;        // in order, disjoint, covering
+  { layout.segments() } -> std::convertible_to<std::span<const Segment>>;  // in order, disjoint, covering
 };
 
 /// A tensor (or bucket) as the layouts below take it: a run of the flat space that follows the one before.
@@ -166,8 +166,7 @@ class BucketLayout : public detail::SegmentList {
       }
     }
   }
-  BucketLayout(std::span<const std::size_t> sizes, int ranks)
-      : BucketLayout(detail::tensors_of(sizes), ranks) {}
+  BucketLayout(std::span<const std::size_t> sizes, int ranks) : BucketLayout(detail::tensors_of(sizes), ranks) {}
   BucketLayout(std::initializer_list<Tensor> buckets, int ranks)
       : BucketLayout(std::span<const Tensor>(buckets.begin(), buckets.size()), ranks) {}
 };

@@ -17,7 +17,8 @@ namespace scape::inline v0 {
 
 inline constexpr std::size_t word_bits = 32;
 
-/// Bits of a mask that are worked on at once: 16 KiB of floats, so a tile of three arrays stays in a core's first cache.
+/// Bits of a mask that are worked on at once: 16 KiB of floats, so a tile of three arrays stays in a core's first
+/// cache.
 inline constexpr std::size_t tile_bits = 4096;
 
 SCAPE_HOST_DEVICE constexpr std::size_t words_for(std::size_t bits) noexcept {
@@ -144,8 +145,8 @@ class MaskPlan {
       expects(segment.begin == end, name + ".begin", segment.begin,
               "segments must be in order, disjoint and covering; expected ", end);
       expects(segment.count <= size_ - end, name + ".count", segment.count, "runs past the layout's size");
-      expects(segment.owner >= 0 && segment.owner < ranks_, name + ".owner", segment.owner,
-              "must be a rank, 0 to ", (ranks_ - 1));
+      expects(segment.owner >= 0 && segment.owner < ranks_, name + ".owner", segment.owner, "must be a rank, 0 to ",
+              (ranks_ - 1));
       end += segment.count;
     }
     expects(end == size_, "layout.size()", size_, "the segments cover ", end, " elements");
@@ -155,7 +156,8 @@ class MaskPlan {
     part_words_.assign(static_cast<std::size_t>(ranks_), 0);
     for (const Segment& segment : segments_)
       if (!segment.dense) part_words_[static_cast<std::size_t>(segment.owner)] += words_for(segment.count);
-    if (!exact_parts_) part_words_.assign(part_words_.size(), *std::max_element(part_words_.begin(), part_words_.end()));
+    if (!exact_parts_)
+      part_words_.assign(part_words_.size(), *std::max_element(part_words_.begin(), part_words_.end()));
     part_begin_.assign(1, 0);
     for (const std::size_t words : part_words_) part_begin_.push_back(part_begin_.back() + words);
   }

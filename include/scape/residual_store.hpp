@@ -38,8 +38,8 @@ struct Clear {
 /// What was not sent yet: the array that every gradient is added to.
 ///
 /// Owns 4 bytes a parameter, zero at first, in the memory of M. All work is enqueued on the stream that is given; the
-/// gradient, and the store itself, must stay until the stream has passed; the constructor waits. Accumulating moves 12 bytes a parameter (gradient and state read,
-/// state written) and two bits, and 4 more for each kept element.
+/// gradient, and the store itself, must stay until the stream has passed; the constructor waits. Accumulating moves 12
+/// bytes a parameter (gradient and state read, state written) and two bits, and 4 more for each kept element.
 template <MemoryResource M>
 class ResidualStore {
  public:
@@ -56,10 +56,9 @@ class ResidualStore {
   template <class G, class Rule, Stream S>
   void accumulate(std::span<const G> gradient, MaskView before, MaskView mask, std::span<float> payload,
                   std::span<float> moments, const Rule& rule, const StepScalars& scalars, const S& stream) const {
-    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(),
-            "must be the store's size, ", values_.size());
-    expects(payload.size() >= mask.kept, "payload.size()", payload.size(),
-            "must be at least the mask's ", mask.kept);
+    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
+            values_.size());
+    expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
     if constexpr (requires { rule.moment(0.0f, true); })
       expects(moments.size() >= mask.kept, "moments.size()", moments.size(), "must be at least the mask's ", mask.kept);
     accumulate_gradient(gradient, values(), before.words, mask, payload, moments, rule, scalars, stream);
@@ -68,8 +67,8 @@ class ResidualStore {
   /// values += gradient, for algorithms that select from the sum before they send.
   template <class G, Stream S>
   void add(std::span<const G> gradient, const S& stream) const {
-    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(),
-            "must be the store's size, ", values_.size());
+    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
+            values_.size());
     for_each(values_.size(), detail::AddTo<G>{values_.span().data(), gradient.data()}, stream);
   }
 

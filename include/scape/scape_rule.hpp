@@ -28,9 +28,10 @@ enum class MaskScore {
               ///< numbers (the first one, and every one with delay 0) is scored by `corrected` even so
 };
 
-/// The paper's update rule (docs/algorithm.md, "Rule scape"): an element that leaves the mask gives its first moment back to
-/// the residuals, so the first moment lives on the mask and the residual off it, and both share the ResidualStore's one
-/// array. Besides that the rule owns 4 bytes for each element of the largest payload. Clips the rebuilt gradient.
+/// The paper's update rule (docs/algorithm.md, "Rule scape"): an element that leaves the mask gives its first moment
+/// back to the residuals, so the first moment lives on the mask and the residual off it, and both share the
+/// ResidualStore's one array. Besides that the rule owns 4 bytes for each element of the largest payload. Clips the
+/// rebuilt gradient.
 struct ScapeRule {
   BiasCorrection bias_correction = BiasCorrection::adam;
   MaskScore score = MaskScore::corrected;
@@ -50,9 +51,9 @@ struct ScapeRule {
   }
 
   // In Update, `root` is the square root of second_moment(): apart, since hosts take many roots at once.
-  // In Accumulation, a = residual where the element was off the mask, first moment where it was on it (the other of the two is 0). All
-  // become u + beta1 / (1 - beta1) m = c / (1 - beta1), c being the corrected first moment: off the mask that is the
-  // new residual, and everywhere it is what the mask is scored by. Kept elements send u and set m aside.
+  // In Accumulation, a = residual where the element was off the mask, first moment where it was on it (the other of the
+  // two is 0). All become u + beta1 / (1 - beta1) m = c / (1 - beta1), c being the corrected first moment: off the mask
+  // that is the new residual, and everywhere it is what the mask is scored by. Kept elements send u and set m aside.
   struct Accumulation {
     float moment_to_residual;
     SCAPE_HOST_DEVICE float state(float g, float a, bool was_kept, bool) const {
@@ -72,8 +73,7 @@ struct ScapeRule {
       const float first = static_cast<float>(1.0 - now.beta1_power);
       now.first_correction = correction == BiasCorrection::none ? 1.0f : first;
       now.old_correction = correction == BiasCorrection::adams ? first : 1.0f;
-      now.second_correction =
-          correction == BiasCorrection::adam ? static_cast<float>(1.0 - now.beta2_power) : 1.0f;
+      now.second_correction = correction == BiasCorrection::adam ? static_cast<float>(1.0 - now.beta2_power) : 1.0f;
     }
   };
 
@@ -90,7 +90,8 @@ struct ScapeRule {
     SCAPE_HOST_DEVICE float second_moment(std::size_t, std::size_t position, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);
       const float old = divide(moments[position], now.old_correction);
-      const float second = add(multiply(beta2, multiply(old, old)), multiply(one_minus_beta2, multiply(gradient, gradient)));
+      const float second =
+          add(multiply(beta2, multiply(old, old)), multiply(one_minus_beta2, multiply(gradient, gradient)));
       return divide(second, now.second_correction);
     }
     SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, float root, const StepScalars& now) const {
@@ -152,16 +153,16 @@ class ScapeRule::State {
   template <Stream S>
   void begin(const StepScalars&, const S&) const {}
 
-  Advance advance() const {
-    return {options_.beta1, options_.beta2, options_.weight_decay, rule_.bias_correction};
-  }
+  Advance advance() const { return {options_.beta1, options_.beta2, options_.weight_decay, rule_.bias_correction}; }
   Accumulation accumulation() const {
     return {static_cast<float>(static_cast<double>(options_.beta1) / (1.0 - static_cast<double>(options_.beta1)))};
   }
   Update update(std::span<float> parameters, std::span<float> state, std::span<const float> payload) const {
-    return {parameters.data(), state.data(),     payload.data(),           moments_.span().data(), options_.beta1,
-            complement(options_.beta1), options_.beta2, complement(options_.beta2), options_.epsilon,
-            options_.weight_decay != 0};
+    return {parameters.data(), state.data(),
+            payload.data(),    moments_.span().data(),
+            options_.beta1,    complement(options_.beta1),
+            options_.beta2,    complement(options_.beta2),
+            options_.epsilon,  options_.weight_decay != 0};
   }
 
   /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.

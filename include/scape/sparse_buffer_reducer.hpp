@@ -48,8 +48,8 @@ class SparseBufferReducer {
 
   /// The mask's part of the payload.
   std::span<float> payload(MaskView mask) const {
-    expects(mask.kept <= payload_.size(), "mask.kept", mask.kept,
-            "must be at most the payload's capacity, ", payload_.size());
+    expects(mask.kept <= payload_.size(), "mask.kept", mask.kept, "must be at most the payload's capacity, ",
+            payload_.size());
     return payload_.span().first(mask.kept);
   }
 

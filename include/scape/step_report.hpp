@@ -15,7 +15,7 @@ struct StepReport {
   double gradient_norm = 0;         ///< of the reduced payload, before clipping: equal on all ranks
   double residual_norm = 0;         ///< of this rank's residual after the step
   double jaccard = 0;               ///< elements kept now and in the step before, over those kept in either
-  double energy_share = 0;          ///< of the squares that this rank sent, what fell on elements kept in the step before too
+  double energy_share = 0;  ///< of the squares that this rank sent, what fell on elements kept in the step before too
   /// Seconds of the compute stream by phase. Select includes, where a mask is made from the step's own numbers, the
   /// start of its exchange; the waits are what an exchange took longer than the work it hides behind.
   struct Seconds {

@@ -131,15 +131,16 @@ class ThreadCommunicator {
       mean_of(own.begin, out.data() + own.begin, own.size, pool);
       state_->meet(rank_);
       for (std::size_t other = 0; other < ranks(); ++other)
-        if (other != rank_) take(static_cast<const float*>(state_->calls[other].out), out.data(), slice(in.size(), other));
+        if (other != rank_)
+          take(static_cast<const float*>(state_->calls[other].out), out.data(), slice(in.size(), other));
       state_->meet(rank_, true);
     });
   }
 
   /// Sends (W - 1) / W * in.size_bytes().
   void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const HostStream& stream) {
-    expects(in.size() == out.size() * ranks(), "in.size()", in.size(),
-            "must be size() * out.size(), ", (out.size() * ranks()));
+    expects(in.size() == out.size() * ranks(), "in.size()", in.size(), "must be size() * out.size(), ",
+            (out.size() * ranks()));
     bytes_sent_ += (ranks() - 1) * out.size_bytes();
     enqueue(stream, [this, in, out, &pool = stream.pool()] {
       state_->join(rank_, {"reduce_scatter_mean", in.size(), in.data(), out.data()});
@@ -150,8 +151,8 @@ class ThreadCommunicator {
 
   /// Sends (W - 1) * own.size_bytes().
   void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const HostStream& stream) {
-    expects(all.size() == own.size() * ranks(), "all.size()", all.size(),
-            "must be size() * own.size(), ", (own.size() * ranks()));
+    expects(all.size() == own.size() * ranks(), "all.size()", all.size(), "must be size() * own.size(), ",
+            (own.size() * ranks()));
     bytes_sent_ += (ranks() - 1) * own.size_bytes();
     enqueue(stream, [this, own, all] {
       state_->join(rank_, {"all_gather", all.size(), own.data(), all.data()});
@@ -311,8 +312,8 @@ inline void ThreadGroup::State::check_calls() {
     return std::count_if(calls.begin(), calls.end(), [&](const Call& other) { return same(call, other); });
   };
   const auto text = [](const Call& c) { return std::string(c.name) + " of " + std::to_string(c.count) + " elements"; };
-  const Call& usual = *std::max_element(
-      calls.begin(), calls.end(), [&](const Call& a, const Call& b) { return agreeing(a) < agreeing(b); });
+  const Call& usual = *std::max_element(calls.begin(), calls.end(),
+                                        [&](const Call& a, const Call& b) { return agreeing(a) < agreeing(b); });
   for (std::size_t odd = 0; odd < calls.size(); ++odd)
     if (!same(calls[odd], usual))
       throw Error("collective " + std::to_string(collectives) + ": rank " + std::to_string(odd) + " calls " +

@@ -70,11 +70,10 @@ class TopKMasker {
         requires { select_top(*plan_, tables_, rank_, density, score, mask, workspace, stream); },
         "selection is not implemented for this stream; include <scape/host/select.hpp> or <scape/cuda/select.cuh>");
     expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
-    expects(mask.size() == plan_->words(), "mask.size()", mask.size(),
-            "must be plan.words(), ", plan_->words());
+    expects(mask.size() == plan_->words(), "mask.size()", mask.size(), "must be plan.words(), ", plan_->words());
     const std::size_t needed = workspace_bytes(stream);
-    expects(workspace.size() >= needed, "workspace.size()", workspace.size(),
-            "must be at least workspace_bytes(), ", needed);
+    expects(workspace.size() >= needed, "workspace.size()", workspace.size(), "must be at least workspace_bytes(), ",
+            needed);
     select_top(*plan_, tables_, rank_, density, score, mask, workspace, stream);
   }
 
@@ -82,8 +81,7 @@ class TopKMasker {
   template <Stream S>
   void select(std::span<const float> values, double density, std::span<MaskWord> mask, std::span<std::byte> workspace,
               const S& stream) const {
-    expects(values.size() == plan_->size(), "values.size()", values.size(),
-            "must be plan.size(), ", plan_->size());
+    expects(values.size() == plan_->size(), "values.size()", values.size(), "must be plan.size(), ", plan_->size());
     select(Magnitude{values.data()}, density, mask, workspace, stream);
   }
 

@@ -30,23 +30,22 @@ struct AnySelect {  // stands for what scores are handed to
 ///   score_before, score_after: call select once with the ScoreFunction of a mask for this step, before anything is
 ///                   accumulated, or for a later one; which of update and score_after is first, the rule says
 template <class R, class M>
-concept UpdateRule =
-    MemoryResource<M> && std::copyable<R> &&
+concept UpdateRule = MemoryResource<M> && std::copyable<R> &&
     requires(const R& rule, typename R::template State<M>& state, std::span<const float> values, std::span<float> array,
              std::span<const MaskWord> sent, MaskView mask, StepScalars& scalars, detail::AnySelect select) {
-      { R::clips_gradient } -> std::convertible_to<bool>;          // the local gradient is clipped, else the payload
-      { R::pending_counts_as_sent } -> std::convertible_to<bool>;  // score_after is told what waits in other masks
-      { R::residual(0.0f, true) } -> std::same_as<float>;          // of an element, from store and mask
-      { rule.fingerprint() } -> std::same_as<std::uint64_t>;       // equal on all ranks, or they disagree
-      { state.selects_after_update() } -> std::same_as<bool>;
-      { state.set_aside() } -> std::same_as<std::span<float>>;  // accumulation().moment goes here, by position
-      { state.state_bytes() } -> std::same_as<std::size_t>;
-      { state.workspace_bytes() } -> std::same_as<std::size_t>;
-      state.advance()(scalars);
-      state.accumulation();
-      state.update(array, array, values);
-      state.score_before(values, values, mask, scalars, select);
-      state.score_after(values, values, mask, sent, scalars, select);
-    };
+  { R::clips_gradient } -> std::convertible_to<bool>;          // the local gradient is clipped, else the payload
+  { R::pending_counts_as_sent } -> std::convertible_to<bool>;  // score_after is told what waits in other masks
+  { R::residual(0.0f, true) } -> std::same_as<float>;          // of an element, from store and mask
+  { rule.fingerprint() } -> std::same_as<std::uint64_t>;       // equal on all ranks, or they disagree
+  { state.selects_after_update() } -> std::same_as<bool>;
+  { state.set_aside() } -> std::same_as<std::span<float>>;  // accumulation().moment goes here, by position
+  { state.state_bytes() } -> std::same_as<std::size_t>;
+  { state.workspace_bytes() } -> std::same_as<std::size_t>;
+  state.advance()(scalars);
+  state.accumulation();
+  state.update(array, array, values);
+  state.score_before(values, values, mask, scalars, select);
+  state.score_after(values, values, mask, sent, scalars, select);
+};
 
 }  // namespace scape::inline v0

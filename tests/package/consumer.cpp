@@ -33,7 +33,7 @@ int main() {
   rank1.join();
   float error = 0;  // the ranks' optima are 0 and 1
   for (const float value : first) error = std::max(error, std::abs(value - 0.5f));
-  std::printf("scape %d.%d.%d: replicas %s, off by %g\n", SCAPE_VERSION_MAJOR, SCAPE_VERSION_MINOR,
-              SCAPE_VERSION_PATCH, first == second ? "equal" : "DIFFERENT", static_cast<double>(error));
+  std::printf("scape %d.%d.%d: replicas %s, off by %g\n", SCAPE_VERSION_MAJOR, SCAPE_VERSION_MINOR, SCAPE_VERSION_PATCH,
+              first == second ? "equal" : "DIFFERENT", static_cast<double>(error));
   return first == second && error < 0.1f ? 0 : 1;
 }

@@ -103,12 +103,13 @@ inline std::size_t* number_bits(std::span<const MaskWord> words, std::span<std::
   const std::size_t runs = words.size() / count_words + (words.size() % count_words != 0);
   count_runs(words.data(), runs, WordsOfRun{words.size()}, before, stream);
   if (runs != 0)
-    launch(scan_kernel<>, 1, scan_threads, stream, before, runs, static_cast<const std::size_t*>(nullptr), std::size_t{0},
-           std::size_t{0});
+    launch(scan_kernel<>, 1, scan_threads, stream, before, runs, static_cast<const std::size_t*>(nullptr),
+           std::size_t{0}, std::size_t{0});
   return before;
 }
 
-// visit(position, number) for the set bits of a run of count_words words, a block each; bits are numbered over all runs.
+// visit(position, number) for the set bits of a run of count_words words, a block each; bits are numbered over all
+// runs.
 template <class Visit>
 __global__ void __launch_bounds__(block_threads)
     visit_kernel(const MaskWord* words, std::size_t size, const std::size_t* before, Visit visit) {
@@ -149,7 +150,8 @@ template <int = 0>  // inline, which kernels cannot be
 __global__ void __launch_bounds__(block_threads)
     mark_kernel(const std::size_t* indices, std::size_t count, MaskWord* words, std::size_t size) {
   const std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x;
-  if (i < count && indices[i] / word_bits < size) atomicOr(words + indices[i] / word_bits, 1u << indices[i] % word_bits);
+  if (i < count && indices[i] / word_bits < size)
+    atomicOr(words + indices[i] / word_bits, 1u << indices[i] % word_bits);
 }
 
 // A code's sizes, as kernels take them.
@@ -208,8 +210,8 @@ void pack_bits(Predicate predicate, std::size_t count, std::span<MaskWord> words
                const CudaStream& stream) {
   const std::size_t lead = first_bit % word_bits, covered = count == 0 ? 0 : lead + count;
   detail::launch(detail::pack_kernel<Predicate>,
-                 covered / detail::block_threads + (covered % detail::block_threads != 0), detail::block_threads, stream,
-                 predicate, count, words.data() + first_bit / word_bits, static_cast<unsigned>(lead));
+                 covered / detail::block_threads + (covered % detail::block_threads != 0), detail::block_threads,
+                 stream, predicate, count, words.data() + first_bit / word_bits, static_cast<unsigned>(lead));
 }
 
 inline void unpack_bits(std::span<const MaskWord> words, std::size_t first_bit, std::span<std::uint8_t> flags,

@@ -28,13 +28,13 @@ inline constexpr unsigned elements_per_candidate = 16;
 
 // The selection in one segment of several tiles. `threshold` is all that outlives a call: a guess, always verified.
 struct SelectState {
-  unsigned long long k, needed;       // kept in all, and in the range of keys that is still open
-  unsigned long long above, found;    // keys above the predicted range, and in it
-  unsigned long long equal;           // keys that equal the threshold in the end
-  std::uint32_t low, width;           // the open range of keys
-  std::uint32_t base;                 // of the candidates' keys
-  std::uint32_t threshold;            // of the last call
-  std::uint32_t predicted;            // whether the candidates hold the k-th key
+  unsigned long long k, needed;     // kept in all, and in the range of keys that is still open
+  unsigned long long above, found;  // keys above the predicted range, and in it
+  unsigned long long equal;         // keys that equal the threshold in the end
+  std::uint32_t low, width;         // the open range of keys
+  std::uint32_t base;               // of the candidates' keys
+  std::uint32_t threshold;          // of the last call
+  std::uint32_t predicted;          // whether the candidates hold the k-th key
   std::uint32_t first_tile, tiles;
 };
 
@@ -45,12 +45,13 @@ struct SelectTask {
   const Tile* tiles;
   const Segment* segments;
   double density;
-  MaskWord *words, *ties;             // whole mask; bits of keys equal to the threshold, from first_word on
+  MaskWord *words, *ties;  // whole mask; bits of keys equal to the threshold, from first_word on
   std::size_t first_word;
-  SelectState* states;                // by Tile::large
-  unsigned* bins;                     // select_bins a state
-  std::uint64_t* candidates;          // key - base in 20 bits, bit from first_word on in 44; a segment's begin at its own first bit / 16
-  std::size_t* tie_counts;            // by tile
+  SelectState* states;  // by Tile::large
+  unsigned* bins;       // select_bins a state
+  std::uint64_t*
+      candidates;  // key - base in 20 bits, bit from first_word on in 44; a segment's begin at its own first bit / 16
+  std::size_t* tie_counts;  // by tile
 
   __device__ bool is_large(const Tile& tile) const { return segments[tile.segment].count > tile_bits; }
   __device__ std::size_t kept(const Tile& tile) const { return kept_count(segments[tile.segment].count, density); }
@@ -81,7 +82,8 @@ __device__ inline void count_key(unsigned* bins, bool counts, unsigned bin) {
     const int leader = __ffs(static_cast<int>(left)) - 1;
     const unsigned first = __shfl_sync(~0u, bin, leader);
     const unsigned same = __ballot_sync(~0u, counts && bin == first);
-    if (static_cast<int>(threadIdx.x % word_bits) == leader) atomicAdd(bins + first, static_cast<unsigned>(__popc(same)));
+    if (static_cast<int>(threadIdx.x % word_bits) == leader)
+      atomicAdd(bins + first, static_cast<unsigned>(__popc(same)));
     if (bin == first) counts = false;
   }
   if (counts) atomicAdd(bins + bin, 1u);

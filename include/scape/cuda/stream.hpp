@@ -111,7 +111,8 @@ void copy_values(std::span<const T> from, std::span<T> to, const CudaStream& str
 /// Writes the time at which the stream gets here, in seconds since an arbitrary start.
 inline void record_time(double& seconds, const CudaStream& stream) {
   const auto write = [](void* to) {
-    *static_cast<double*>(to) = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    *static_cast<double*>(to) =
+        std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
   check(cudaLaunchHostFunc(stream.handle(), write, &seconds), "cudaLaunchHostFunc");
 }

@@ -128,7 +128,8 @@ __global__ void __launch_bounds__(block_threads)
       Quad<float> a = *reinterpret_cast<const Quad<float>*>(state + place);
       const MaskWord was_kept = before[place / word_bits] >> place % word_bits;
 #pragma unroll
-      for (unsigned i = 0; i < quad; ++i) accumulate(place + i, was_kept >> i & 1, static_cast<float>(g.values[i]), a.values[i]);
+      for (unsigned i = 0; i < quad; ++i)
+        accumulate(place + i, was_kept >> i & 1, static_cast<float>(g.values[i]), a.values[i]);
       *reinterpret_cast<Quad<float>*>(state + place) = a;
     }
   } else {
@@ -149,8 +150,7 @@ __global__ void __launch_bounds__(block_threads) for_each_kept_kernel(DeviceMask
 }
 
 template <class F>
-__global__ void __launch_bounds__(block_threads)
-    update_kernel(DeviceMask mask, F rule, const StepScalars* scalars) {
+__global__ void __launch_bounds__(block_threads) update_kernel(DeviceMask mask, F rule, const StepScalars* scalars) {
   __shared__ TileBits bits;
   const Tile tile = mask.tiles[blockIdx.x];
   const Segment segment = mask.segments[tile.segment];
@@ -202,8 +202,7 @@ __global__ void __launch_bounds__(block_threads) squares_kernel(std::size_t coun
 }
 
 template <int = 0>  // inline, which kernels cannot be
-__global__ void __launch_bounds__(block_threads)
-    sum_kernel(const double* values, std::size_t count, double* result) {
+__global__ void __launch_bounds__(block_threads) sum_kernel(const double* values, std::size_t count, double* result) {
   double sum = 0;
   for (std::size_t i = threadIdx.x; i < count; i += block_threads) sum = __dadd_rn(sum, values[i]);
   sum = sum_of_lanes(sum);
@@ -213,7 +212,7 @@ __global__ void __launch_bounds__(block_threads)
 // A thread a tile: for reports only, and in the host's order.
 template <int = 0>  // inline, which kernels cannot be
 __global__ void overlap_kernel(DeviceMask mask, std::size_t tiles, const MaskWord* before, const float* payload,
-                                      double* partials, StepScalars* scalars) {
+                               double* partials, StepScalars* scalars) {
   const std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x;
   if (i >= tiles) return;
   const Tile tile = mask.tiles[i];
@@ -297,18 +296,18 @@ template <class F>
 void squared_norm(std::size_t count, F value, std::span<double> partials, double& result, const CudaStream& stream) {
   const std::size_t runs = detail::blocks_for(count, tile_bits);
   detail::launch(detail::squares_kernel<F>, runs, detail::block_threads, stream, count, value, partials.data());
-  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()), runs,
-                 &result);
+  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()),
+                 runs, &result);
 }
 
 inline void mask_overlap(std::span<const MaskWord> before, MaskView mask, std::span<const float> payload,
                          std::span<double> partials, StepScalars& scalars, const CudaStream& stream) {
   const std::size_t tiles = mask.plan.tiles.size();
   transform(scalars, detail::ClearOverlap{}, stream);
-  detail::launch(detail::overlap_kernel<>, detail::blocks_for(tiles, detail::block_threads), detail::block_threads, stream,
-                 detail::DeviceMask(mask), tiles, before.data(), payload.data(), partials.data(), &scalars);
-  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()), tiles,
-                 &scalars.squared_overlap);
+  detail::launch(detail::overlap_kernel<>, detail::blocks_for(tiles, detail::block_threads), detail::block_threads,
+                 stream, detail::DeviceMask(mask), tiles, before.data(), payload.data(), partials.data(), &scalars);
+  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()),
+                 tiles, &scalars.squared_overlap);
 }
 
 }  // namespace scape::inline v0

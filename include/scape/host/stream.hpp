@@ -128,8 +128,9 @@ class HostPool {
 
 /// An ordered queue of work with a thread of its own, whose loops run on a HostPool. Copies are the same queue.
 ///
-/// The last copy must not be destroyed by the queue's own work. Enqueuing does not allocate; it blocks while `capacity` items wait. What work throws is kept: the rest of the queue
-/// is skipped, streams that wait for this one fail too, and enqueue and synchronize throw it, from then on.
+/// The last copy must not be destroyed by the queue's own work. Enqueuing does not allocate; it blocks while `capacity`
+/// items wait. What work throws is kept: the rest of the queue is skipped, streams that wait for this one fail too, and
+/// enqueue and synchronize throw it, from then on.
 class HostStream {
   struct State;
 

@@ -156,9 +156,9 @@ void transform(StepScalars& scalars, F f, const HostStream& stream) {
 /// (the last only where the rule has that member), with was_kept from `before`'s words, is_kept from `mask`.
 /// Reads gradient and state once and writes state once.
 template <class G, class F>
-void accumulate_gradient(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before, MaskView mask,
-                std::span<float> payload, std::span<float> moments, F rule, const StepScalars& scalars,
-                const HostStream& stream) {
+void accumulate_gradient(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before,
+                         MaskView mask, std::span<float> payload, std::span<float> moments, F rule,
+                         const StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
     const float scale = scalars.gradient_scale;
     pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
@@ -208,8 +208,9 @@ void update(MaskView mask, F rule, const StepScalars& scalars, const HostStream&
       const StepScalars now = scalars;
       if (rule.needs_every(segment)) detail::visit_all(tile, now, rule);
       const detail::UpdateKept<F> kept{rule, now, segment.decay};
-      detail::visit_kept(tile, mask.words.data(), mask.offsets[i], [kept](auto... at) { kept.word(at...); },
-                         [kept](auto... at) { kept.one(at...); });
+      detail::visit_kept(
+          tile, mask.words.data(), mask.offsets[i], [kept](auto... at) { kept.word(at...); },
+          [kept](auto... at) { kept.one(at...); });
     });
   });
 }

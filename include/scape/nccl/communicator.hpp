@@ -56,8 +56,8 @@ class NcclCommunicator {
   }
 
   void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const CudaStream& stream) {
-    expects(all.size() == own.size() * ranks(), "all.size()", all.size(),
-            "must be size() * own.size(), ", (own.size() * ranks()));
+    expects(all.size() == own.size() * ranks(), "all.size()", all.size(), "must be size() * own.size(), ",
+            (own.size() * ranks()));
     bytes_sent_ += others(own.size_bytes());
     check(ncclAllGather(own.data(), all.data(), own.size(), ncclUint32, communicator_, stream.handle()),
           "ncclAllGather");
