@@ -81,7 +81,7 @@ std::string Run::label() const {
 Options parse_options(int argc, char** argv) {
   Options options;
   LearningRates rates = {
-      {"adamw", {2e-3}}, {"adams", {1e-3}}, {"scape", {2e-3}}, {"clock", {1e-3}}};  // sweep.sh's best
+      {"adamw", {4e-3}}, {"adams", {1e-3}}, {"scape", {2e-3}}, {"clock", {1e-3}}};  // sweep.sh's best
   std::vector<std::string> optimizers = {"adamw", "adams", "scape", "clock"};
   std::vector<double> sparsities = {0.9, 0.99};
   double density_warmup = 0.3;
