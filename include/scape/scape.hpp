@@ -3,6 +3,7 @@
 // All of scape that plain C++ may use.
 
 #include <scape/adams.hpp>
+#include <scape/bfloat16.hpp>
 #include <scape/bit_packer.hpp>
 #include <scape/clock_rule.hpp>
 #include <scape/communicator.hpp>
