@@ -656,24 +656,26 @@ TEST_CASE_TEMPLATE("adams: ranks that disagree on layout, options or rule all he
       expect_disagreement<Rank>(4, odd, "layout", [&](Rank& rank, bool is_odd) {
         make(rank, is_odd ? OwnLayout({{0, 100, 0}, other}, 4) : even, {.density = 0.1}, ScapeRule{});
       });
-    const std::vector<std::function<void(AdamSOptions&)>> changes = {
-        [](AdamSOptions& o) { o.learning_rate = 0.5f; },
-        [](AdamSOptions& o) { o.beta1 = 0.5f; },
-        [](AdamSOptions& o) { o.beta2 = 0.5f; },
-        [](AdamSOptions& o) { o.epsilon = 0.5f; },
-        [](AdamSOptions& o) { o.weight_decay = 0.5f; },
-        [](AdamSOptions& o) { o.clip_norm = 0.5f; },
-        [](AdamSOptions& o) { o.density = 0.5; },
-        [](AdamSOptions& o) { o.density_warmup = 5; },
-        [](AdamSOptions& o) { o.delay = 5; },
-        [](AdamSOptions& o) { o.refresh = 5; },
-        [](AdamSOptions& o) { o.mask_coding = scape::MaskCoding::bitmap; }};
-    for (const auto& change : changes)
-      expect_disagreement<Rank>(4, odd, "options", [&](Rank& rank, bool is_odd) {
-        AdamSOptions options{.density = 0.1};
-        if (is_odd) change(options);
-        make(rank, even, options, ScapeRule{});
-      });
+    const std::vector<std::pair<const char*, std::function<void(AdamSOptions&)>>> changes = {
+        {"learning_rate is 0.5, theirs 0.001", [](AdamSOptions& o) { o.learning_rate = 0.5f; }},
+        {"beta1 is 0.5", [](AdamSOptions& o) { o.beta1 = 0.5f; }},
+        {"beta2 is 0.5", [](AdamSOptions& o) { o.beta2 = 0.5f; }},
+        {"epsilon is 0.5", [](AdamSOptions& o) { o.epsilon = 0.5f; }},
+        {"weight_decay is 0.5", [](AdamSOptions& o) { o.weight_decay = 0.5f; }},
+        {"clip_norm is 0.5", [](AdamSOptions& o) { o.clip_norm = 0.5f; }},
+        {"density is 0.5", [](AdamSOptions& o) { o.density = 0.5; }},
+        {"density_warmup is 5, theirs 0", [](AdamSOptions& o) { o.density_warmup = 5; }},
+        {"delay is 5, theirs 1", [](AdamSOptions& o) { o.delay = 5; }},
+        {"refresh is 5, theirs 1", [](AdamSOptions& o) { o.refresh = 5; }},
+        {"mask_coding is 1, theirs 0", [](AdamSOptions& o) { o.mask_coding = scape::MaskCoding::bitmap; }},
+        {"compare_every is 5, theirs 1", [](AdamSOptions& o) { o.compare_every = 5; }}};
+    for (const auto& [what, change] : changes)
+      expect_disagreement<Rank>(4, odd, std::string("its options.") + what,
+                                [&, &change = change](Rank& rank, bool is_odd) {
+                                  AdamSOptions options{.density = 0.1};
+                                  if (is_odd) change(options);
+                                  make(rank, even, options, ScapeRule{});
+                                });
     expect_disagreement<Rank>(4, odd, "", [&](Rank& rank, bool is_odd) {  // layout or options
       make(rank, even, {.density = 0.1, .exact_mask_parts = is_odd}, ScapeRule{});
     });

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/adams_options.hpp>
+#include <scape/agreement.hpp>
 #include <scape/arithmetic.hpp>
 #include <scape/clock_rule.hpp>
 #include <scape/communicator.hpp>
@@ -18,6 +19,7 @@
 #include <scape/stream.hpp>
 #include <scape/topk_masker.hpp>
 #include <scape/update_rule.hpp>
+#include <scape/version.hpp>
 
 #include <algorithm>
 #include <array>
@@ -99,9 +101,10 @@ struct ResidualAt {
 ///
 /// NaN and infinite gradients are worked on like others: they are kept first, and spoil the elements that they reach.
 ///
-/// Throws std::invalid_argument for wrong arguments, before anything has changed; scape::Error where ranks disagree on
-/// layout, options or rule (in the constructor, on every rank, naming the odd one). After a step that failed halfway
-/// all further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; docs/algorithm.md.
+/// Throws std::invalid_argument for wrong arguments, before anything has changed; scape::Error, on every rank and
+/// naming the odd one, where ranks disagree: on version, layout, options or rule in the constructor, on step, learning
+/// rate or mask when a step has compared them (StepAgreement says when that is). After a step that failed halfway all
+/// further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; docs/algorithm.md.
 template <Stream S, Communicator<S> C, MemoryResource M, UpdateRule<M> R = ScapeRule>
 class AdamS {
  public:
@@ -122,6 +125,7 @@ class AdamS {
         rule_(rule, options, plan_.size(), reducer_.capacity(), memory, compute),
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
         select_workspace_(options.density < 1 ? masker_.workspace_bytes(compute) : 0, memory),
+        agreement_(communicator.rank(), communicator.size(), memory),
         partials_(norm_partials(std::max(plan_.size(), plan_.tiles().size() * tile_bits), compute), memory) {
     fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), detail::Reset{}, compute);
@@ -170,6 +174,7 @@ class AdamS {
             plan_.size());
     expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(), "must be the layout's size, ",
             plan_.size());
+    agreement_.rethrow();
     if (broken_) throw Error("an earlier step failed halfway: the optimizer's state is no longer valid");
     broken_ = true;
     compute_ = compute;
@@ -213,6 +218,7 @@ class AdamS {
   void enqueue(std::span<const float> gradients, std::span<float> parameters, const S& compute, StepReport* report) {
     PhaseClock clock(report != nullptr, times_, compute);
     const std::uint64_t bytes_before = communicator_.bytes_sent();
+    bytes_compared_ = 0;
     begin(gradients, compute);
     if (masks_.draft_first())
       rule_.score_before(gradients, store_.values(), masks_.current(), scalars(), select_and_publish(compute));
@@ -235,10 +241,12 @@ class AdamS {
     clock.lap(&StepReport::Seconds::update);
     if (rule_.selects_after_update()) draft(gradients, mask, compute);
     clock.lap(&StepReport::Seconds::select);
+    if (!masks_.draft_next()) compare({});
     masks_.finish();
     if (report == nullptr) return;
     report->payload_bytes = bytes_of_payload;
-    report->mask_bytes = communicator_.bytes_sent() - bytes_before - bytes_of_payload;
+    report->compare_bytes = bytes_compared_;
+    report->mask_bytes = communicator_.bytes_sent() - bytes_before - bytes_of_payload - bytes_compared_;
     finish_report(*report, before.kept, mask, compute);
     clock.read(report->seconds);
   }
@@ -274,6 +282,7 @@ class AdamS {
     return [this, &compute](auto score) {
       masker_.select(score, masks_.draft_density(), masks_.draft(), select_workspace_.span(), compute);
       masks_.publish(communicator_, compute, side_);
+      compare(masks_.pending(masks_.pending() - 1));
     };
   }
 
@@ -320,34 +329,21 @@ class AdamS {
 
   // Collective. Throws on every rank where not all were given the same.
   void check_agreement(const R& rule, M& memory) {
-    constexpr std::array names = {"layout", "options", "rule"};
-    std::array<MaskWord, 2 * names.size()> own;
-    for (std::size_t i = 0;
-         const std::uint64_t print : {plan_.fingerprint(), options_.fingerprint(), rule.fingerprint()}) {
-      own[i++] = static_cast<MaskWord>(print);
-      own[i++] = static_cast<MaskWord>(print >> 32);
-    }
-    const std::size_t ranks = static_cast<std::size_t>(plan_.ranks());
-    const Buffer<MaskWord, M> all(ranks * own.size(), memory);
-    const auto part = all.span().subspan(static_cast<std::size_t>(communicator_.rank()) * own.size(), own.size());
-    std::vector<MaskWord> read(all.size());
-    copy_values(std::span<const MaskWord>(own), part, side_);
-    communicator_.all_gather(part, all.span(), side_);
-    copy_values(std::span<const MaskWord>(all.span()), std::span(read), side_);
-    side_.synchronize();
-    for (std::size_t i = 0; i < names.size(); ++i) {
-      const auto print = [&](std::size_t rank) {
-        return std::pair(read[rank * own.size() + 2 * i], read[rank * own.size() + 2 * i + 1]);
-      };
-      const auto agreeing = [&](std::size_t rank) {
-        std::size_t count = 0;
-        for (std::size_t other = 0; other < ranks; ++other) count += print(other) == print(rank);
-        return count;
-      };
-      for (std::size_t rank = 0; rank < ranks; ++rank)
-        if (2 * agreeing(rank) < ranks || (2 * agreeing(rank) == ranks && print(rank) != print(0)))
-          throw Error("rank " + std::to_string(rank) + " disagrees with the other ranks: its " + names[i] + " differ");
-    }
+    std::vector<AgreedValue> values = {
+        AgreedValue::integer("version of scape",
+                             SCAPE_VERSION_MAJOR * 1'000'000 + SCAPE_VERSION_MINOR * 1'000 + SCAPE_VERSION_PATCH),
+        AgreedValue::integer("layout.size()", plan_.size()), AgreedValue::hash("layout", plan_.fingerprint()),
+        AgreedValue::hash("rule", rule.fingerprint())};
+    for (const AgreedValue& value : options_.agreed()) values.push_back(value);
+    expect_agreement(std::span<const AgreedValue>(values), communicator_, memory, side_);
+  }
+
+  // Enqueued once a step, behind the exchange of its mask, where there is one.
+  void compare(std::span<const MaskWord> mask) {
+    if (plan_.ranks() == 1 || options_.compare_every == 0 || masks_.step() % options_.compare_every != 0) return;
+    const std::uint64_t before = communicator_.bytes_sent();
+    agreement_.compare(masks_.step() + 1, options_.learning_rate, mask, communicator_, side_);
+    bytes_compared_ += communicator_.bytes_sent() - before;
   }
 
   StepScalars& scalars() const noexcept { return *scalars_.span().data(); }
@@ -390,7 +386,9 @@ class AdamS {
   typename R::template State<M> rule_;
   Buffer<MaskWord, M> sent_;
   Buffer<std::byte, M> select_workspace_;
+  StepAgreement<S, M> agreement_;
   Buffer<double, M> partials_;
+  std::uint64_t bytes_compared_ = 0;  // in the step
   bool learning_rate_is_new_ = true, broken_ = false;
   int exceptions_ = std::uncaught_exceptions();
   std::array<double, 8> times_{};

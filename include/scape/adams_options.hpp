@@ -1,9 +1,10 @@
 #pragma once
 
+#include <scape/agreement.hpp>
 #include <scape/delayed_mask_scheduler.hpp>
 #include <scape/error.hpp>
-#include <scape/fingerprint.hpp>
 
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +25,7 @@ struct AdamSOptions {
   std::size_t refresh = 1;         ///< a new mask every so many steps
   MaskCoding mask_coding = MaskCoding::automatic;
   bool exact_mask_parts = false;  ///< for unbalanced layouts: no padding in the mask exchange (MaskPlan)
+  std::size_t compare_every = 1;  ///< ranks compare step, rate and mask every so many steps; 0: never
 
   MaskOptions masks() const {
     return {
@@ -45,21 +47,21 @@ struct AdamSOptions {
     expects(coding >= 0 && coding <= 2, "mask_coding", coding, "must be one of MaskCoding");
   }
 
-  std::uint64_t fingerprint() const noexcept {
-    return Fingerprint()
-        .add(double{learning_rate})
-        .add(double{beta1})
-        .add(double{beta2})
-        .add(double{epsilon})
-        .add(double{weight_decay})
-        .add(double{clip_norm})
-        .add(density)
-        .add(std::uint64_t{density_warmup})
-        .add(static_cast<std::uint64_t>(delay))
-        .add(std::uint64_t{refresh})
-        .add(static_cast<std::uint64_t>(mask_coding))
-        .add(std::uint64_t{exact_mask_parts})
-        .value();
+  /// All of them, as ranks compare them.
+  std::array<AgreedValue, 13> agreed() const {
+    return {AgreedValue::real("options.learning_rate", double{learning_rate}),
+            AgreedValue::real("options.beta1", double{beta1}),
+            AgreedValue::real("options.beta2", double{beta2}),
+            AgreedValue::real("options.epsilon", double{epsilon}),
+            AgreedValue::real("options.weight_decay", double{weight_decay}),
+            AgreedValue::real("options.clip_norm", double{clip_norm}),
+            AgreedValue::real("options.density", density),
+            AgreedValue::integer("options.density_warmup", density_warmup),
+            AgreedValue::integer("options.delay", static_cast<std::uint64_t>(delay)),
+            AgreedValue::integer("options.refresh", refresh),
+            AgreedValue::integer("options.mask_coding", static_cast<std::uint64_t>(mask_coding)),
+            AgreedValue::integer("options.exact_mask_parts", exact_mask_parts),
+            AgreedValue::integer("options.compare_every", compare_every)};
   }
 };
 

@@ -1,6 +1,10 @@
 #pragma once
 
+#include <scape/arithmetic.hpp>
+#include <scape/communicator.hpp>
+
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 
 namespace scape::inline v0 {
@@ -22,4 +26,24 @@ class Fingerprint {
   std::uint64_t hash_ = 0xcbf29ce484222325;
 };
 
+namespace detail {
+
+// Adds a hash of each word and its place to two sums. A changed word changes its term, since the steps are invertible.
+struct HashWord {
+  SCAPE_HOST_DEVICE static MaskWord first(std::size_t i, MaskWord word) {
+    return mixed(word + static_cast<MaskWord>(i) * 0x9e3779b1u, 0x85ebca6bu);
+  }
+  SCAPE_HOST_DEVICE static MaskWord second(std::size_t i, MaskWord word) {
+    return mixed(word ^ static_cast<MaskWord>(i) * 0x27d4eb2fu, 0xc2b2ae35u);
+  }
+
+ private:
+  SCAPE_HOST_DEVICE static MaskWord mixed(MaskWord word, MaskWord factor) {
+    word ^= word >> 16;
+    word *= factor;
+    return word ^ word >> 13;
+  }
+};
+
+}  // namespace detail
 }  // namespace scape::inline v0

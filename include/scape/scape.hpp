@@ -3,6 +3,7 @@
 // All of scape that plain C++ may use.
 
 #include <scape/adams.hpp>
+#include <scape/agreement.hpp>
 #include <scape/bfloat16.hpp>
 #include <scape/bit_packer.hpp>
 #include <scape/clock_rule.hpp>
@@ -10,6 +11,7 @@
 #include <scape/delayed_mask_scheduler.hpp>
 #include <scape/density_schedule.hpp>
 #include <scape/error.hpp>
+#include <scape/host/hash.hpp>
 #include <scape/host/pack.hpp>
 #include <scape/host/select.hpp>
 #include <scape/host/stream.hpp>

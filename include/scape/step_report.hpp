@@ -12,6 +12,7 @@ struct StepReport {
   std::size_t kept = 0;             ///< elements of the payload
   std::uint64_t mask_bytes = 0;     ///< sent by this rank for the masks that the step made; counted by the communicator
   std::uint64_t payload_bytes = 0;  ///< the same for the payload
+  std::uint64_t compare_bytes = 0;  ///< the same for what ranks compare
   double gradient_norm = 0;         ///< of the reduced payload, before clipping: equal on all ranks
   double residual_norm = 0;         ///< of this rank's residual after the step
   double jaccard = 0;               ///< elements kept now and in the step before, over those kept in either

@@ -55,6 +55,9 @@ static_assert(MemoryResource<CudaMemory> && MemoryResource<PinnedMemory>);
 /// which must be the stream's. Nothing here allocates after an Event's first recording, so steps can be captured.
 class CudaStream {
  public:
+  /// Memory that both the stream's work and the host can read and write.
+  using HostVisibleMemory = PinnedMemory;
+
   /// A point in a stream; makes its cudaEvent_t when it is first recorded, on the device that is current then.
   class Event {
     friend class CudaStream;
@@ -106,6 +109,13 @@ void copy_values(std::span<const T> from, std::span<T> to, const CudaStream& str
   if (!from.empty())
     check(cudaMemcpyAsync(to.data(), from.data(), from.size_bytes(), cudaMemcpyDefault, stream.handle()),
           "cudaMemcpyAsync");
+}
+
+/// Calls f(), which must not throw, on the host when the stream gets here.
+template <class F>
+void call_on_host(F& f, const CudaStream& stream) {
+  const auto call = [](void* to) { (*static_cast<F*>(to))(); };
+  check(cudaLaunchHostFunc(stream.handle(), call, &f), "cudaLaunchHostFunc");
 }
 
 /// Writes the time at which the stream gets here, in seconds since an arbitrary start.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/error.hpp>
+#include <scape/memory.hpp>
 #include <scape/stream.hpp>
 
 #include <algorithm>
@@ -136,6 +137,9 @@ class HostStream {
 
  public:
   static constexpr std::size_t capacity = 64;
+
+  /// Memory that both the stream's work and the host can read and write.
+  using HostVisibleMemory = HostMemory;
 
   /// A point in a stream.
   class Event {
@@ -286,6 +290,15 @@ void fill_values(std::span<T> values, T value, const HostStream& stream) {
       const auto part = values.subspan(i * run, std::min(run, values.size() - i * run));
       std::fill(part.begin(), part.end(), value);
     });
+  });
+}
+
+/// Calls check() on the host when the stream gets here, then check.rethrow(), which may fail the stream.
+template <class F>
+void call_on_host(F& check, const HostStream& stream) {
+  stream.enqueue([&check] {
+    check();
+    check.rethrow();
   });
 }
 
