@@ -187,8 +187,8 @@ class Run {
     drafted_.push_back(masks_.draft_density());
     Words& drawn = drawings_.emplace_back(plan_.words());
     draw(plan_, rank_.rank(), masks_.draft_density(), tag, drawn);
-    scape::copy_values(std::span<const MaskWord>(drawn).subspan(begin, count), masks_.draft().subspan(begin, count),
-                       rank_.compute);
+    scape::copy_values(std::span<const MaskWord>(drawn).subspan(begin, count),
+                       masks_.draft(rank_.compute).subspan(begin, count), rank_.compute);
     masks_.publish(communicator, rank_.compute, rank_.side);
   }
 
@@ -442,8 +442,7 @@ TEST_CASE("codes of exact parts, the density changing, the host far ahead of the
   });
 }
 
-// Red while the first previous() has the dense segments' bits, but counts no elements and no offsets for them.
-TEST_CASE("before the first step the masks are of the dense segments, with their offsets") {
+TEST_CASE("before the first step nothing is kept, not even of dense segments") {
   for (const int world : {1, 3}) {
     const MaskPlan plan(mixed_layout(world));
     run_ranks(world, [&](auto& rank) {
@@ -454,17 +453,9 @@ TEST_CASE("before the first step the masks are of the dense segments, with their
       scape::copy_values(mask.words, std::span<MaskWord>(words), rank.compute);
       scape::copy_values(mask.offsets, std::span<std::size_t>(offsets), rank.compute);
       rank.compute.synchronize();
-      Expected dense{Words(plan.words()), {}, 0};
-      for (const scape::Tile& tile : plan.tiles()) {
-        dense.offsets.push_back(dense.kept);
-        if (!plan.segments()[tile.segment].dense) continue;
-        for (std::size_t bit = tile.bit; bit < tile.bit + tile.count; ++bit)
-          dense.words[bit / 32] |= MaskWord{1} << bit % 32;
-        dense.kept += tile.count;
-      }
-      CHECK(words == dense.words);
-      CHECK(mask.kept == dense.kept);
-      CHECK(offsets == dense.offsets);
+      CHECK(words == Words(plan.words()));
+      CHECK(mask.kept == 0);
+      CHECK(offsets == Counts(plan.tiles().size()));
     });
   }
 }

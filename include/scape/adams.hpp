@@ -7,12 +7,14 @@
 #include <scape/communicator.hpp>
 #include <scape/delayed_mask_scheduler.hpp>
 #include <scape/error.hpp>
+#include <scape/gradient.hpp>
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/scape_rule.hpp>
+#include <scape/shared_flag.hpp>
 #include <scape/sparse_buffer_reducer.hpp>
 #include <scape/step_report.hpp>
 #include <scape/step_scalars.hpp>
@@ -27,6 +29,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <ranges>
 #include <span>
 #include <string>
@@ -45,18 +48,22 @@ struct BeginStep {
   Advance advance;
   SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
     now.step += 1;
-    now.gradient_scale = now.payload_scale = 1;
+    now.gradient_scale = now.given_scale;
+    now.payload_scale = 1;
     advance(now);
   }
 };
-struct SetLearningRate {
-  float value;
-  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const { now.learning_rate = value; }
+struct SetRates {
+  float learning_rate, gradient_scale;
+  SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
+    now.learning_rate = learning_rate;
+    now.given_scale = gradient_scale;
+  }
 };
 struct ClipGradient {
   float limit;
   SCAPE_HOST_DEVICE void operator()(StepScalars& now) const {
-    now.gradient_scale = clip_scale(now.squared_norm, limit);
+    now.gradient_scale = multiply(now.gradient_scale, clip_scale(now.squared_norm, limit));
   }
 };
 struct ClipPayload {
@@ -66,6 +73,22 @@ struct ClipPayload {
 struct Values {
   const float* values;
   SCAPE_HOST_DEVICE float operator()(std::size_t i) const { return values[i]; }
+};
+// Adds the gradient of a rank's own elements up, as they lie in the mask.
+template <class G>
+struct SumUp {
+  const Tile* tiles;
+  float* sums;
+  std::size_t first_bit;
+  ScaledGradient<G> gradient;
+  bool first;
+  SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
+    const Tile& tile = tiles[i / tile_bits];
+    const std::size_t place = i % tile_bits;
+    if (place >= tile.count) return;
+    float& sum = sums[tile.bit + place - first_bit];
+    sum = add(first ? 0.0f : sum, gradient(tile.element + place));
+  }
 };
 struct Merge {
   MaskWord* into;
@@ -124,8 +147,13 @@ class AdamS {
         reducer_(plan_.kept(options.masks().density.largest()), memory),
         rule_(rule, options, plan_.size(), reducer_.capacity(), memory, compute),
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
+        sums_(R::scores_gradient && options.adds
+                  ? plan_.part_words()[static_cast<std::size_t>(communicator.rank())] * word_bits
+                  : 0,
+              memory),
         select_workspace_(options.density < 1 ? masker_.workspace_bytes(compute) : 0, memory),
         agreement_(communicator.rank(), communicator.size(), memory),
+        flag_(communicator.rank(), communicator.size(), memory),
         partials_(norm_partials(std::max(plan_.size(), plan_.tiles().size() * tile_bits), compute), memory) {
     fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), detail::Reset{}, compute);
@@ -148,16 +176,25 @@ class AdamS {
   void set_learning_rate(float learning_rate) {
     expects(std::isfinite(learning_rate) && learning_rate >= 0, "learning_rate", learning_rate,
             "must be finite and at least 0");
-    if (learning_rate == options_.learning_rate) return;
+    rates_are_new_ |= learning_rate != options_.learning_rate;
     options_.learning_rate = learning_rate;
-    learning_rate_is_new_ = true;
   }
 
   /// The same at once, in stream order: also between replays of captured steps.
   void set_learning_rate(float learning_rate, const S& compute) {
     set_learning_rate(learning_rate);
-    transform(scalars(), detail::SetLearningRate{learning_rate}, compute);
-    learning_rate_is_new_ = false;
+    set_rates(compute);
+  }
+
+  /// The same two for what multiplies every gradient as it is read.
+  void set_gradient_scale(float scale) {
+    expects(std::isfinite(scale), "scale", scale, "must be finite");
+    rates_are_new_ |= scale != options_.gradient_scale;
+    options_.gradient_scale = scale;
+  }
+  void set_gradient_scale(float scale, const S& compute) {
+    set_gradient_scale(scale);
+    set_rates(compute);
   }
 
   /// Makes compute wait for the masks under way: before steps are captured into a CUDA graph, and as the last thing
@@ -166,20 +203,45 @@ class AdamS {
   /// not replays. End the capture before the optimizer is destroyed.
   void await_masks(const S& compute) { masks_.await(compute); }
 
-  /// One step: enqueues on `compute` and returns. The gradients are this rank's own, the parameters every rank's.
-  /// With a report: waits for the step and fills it.
-  void step(std::span<const float> gradients, std::span<float> parameters, const S& compute,
-            StepReport* report = nullptr) {
-    expects(gradients.size() == plan_.size(), "gradients.size()", gradients.size(), "must be the layout's size, ",
-            plan_.size());
+  /// One step: enqueues on `compute` and returns. The gradients are this rank's own, an array or span of float,
+  /// bfloat16, __half or the like; the parameters every rank's. With a report: waits for the step and fills it.
+  template <std::ranges::contiguous_range G>
+  void step(const G& gradients, std::span<float> parameters, const S& compute, StepReport* report = nullptr) {
+    const auto values = checked(gradients);
     expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(), "must be the layout's size, ",
             plan_.size());
-    agreement_.rethrow();
-    if (broken_) throw Error("an earlier step failed halfway: the optimizer's state is no longer valid");
-    broken_ = true;
-    compute_ = compute;
-    enqueue(gradients, parameters, compute, report);
-    broken_ = false;
+    enqueue_whole(compute, [&] { enqueue(values, parameters, compute, report); });
+  }
+
+  /// Adds the gradient of a micro-batch, which may be overwritten when compute has passed; the step with the last one
+  /// follows. No buffer is needed: gradients go straight into the store, and into the payload at the step's mask, which
+  /// the first call waits for. As one step on the sum of the gradients, to the bit where the sums are exact in float32.
+  /// Needs the option `adds`, a delay of at least 1, and no clip_norm where the rule clips the local gradient.
+  template <std::ranges::contiguous_range G>
+  void add(const G& gradients, const S& compute) {
+    const auto values = checked(gradients);
+    expects(options_.adds, "options.adds", options_.adds, "must be true for add()");
+    expects(options_.delay >= 1, "options.delay", options_.delay, "must be at least 1 for add()");
+    expects(!clips_gradient(), "options.clip_norm", options_.clip_norm, "must be 0 for add() with this rule");
+    enqueue_whole(compute, [&] { enqueue_add(values, compute); });
+  }
+
+  /// A step that is made everywhere or nowhere: where a gradient is NaN or infinite on any rank nothing changes on any,
+  /// and the result is false; the next step is as if this one had never been. Reads the gradient once more and waits
+  /// until all ranks have; with `overflowed`, which a rank may know already, nothing is read. Collective; not after
+  /// add(), which cannot be taken back, and not in a graph.
+  template <std::ranges::contiguous_range G>
+  bool try_step(const G& gradients, std::span<float> parameters, const S& compute,
+                std::optional<bool> overflowed = std::nullopt, StepReport* report = nullptr) {
+    const auto values = checked(gradients);
+    expects(micro_batches_ == 0, "try_step", "called after add()", "what was added cannot be taken back");
+    if (overflowed)
+      flag_.set(*overflowed, compute);
+    else
+      find_nonfinite(values, flag_.own(), compute);
+    if (flag_.raised_anywhere(communicator_, compute, side_)) return false;
+    step(values, parameters, compute, report);
+    return true;
   }
 
   /// Steps made.
@@ -203,7 +265,7 @@ class AdamS {
   /// here, 8 with rule `scape`.
   std::size_t workspace_bytes() const noexcept {
     return masks_.workspace_bytes() + reducer_.capacity() * sizeof(float) + rule_.workspace_bytes() + sent_.bytes() +
-           select_workspace_.bytes() + partials_.bytes();
+           sums_.bytes() + select_workspace_.bytes() + partials_.bytes();
   }
 
  private:
@@ -214,21 +276,45 @@ class AdamS {
     return layout;
   }
 
+  template <std::ranges::contiguous_range G>
+  auto checked(const G& gradients) const {
+    static_assert(GradientType<std::ranges::range_value_t<G>>);
+    const std::span<const std::ranges::range_value_t<G>> values(std::ranges::data(gradients),
+                                                                std::ranges::size(gradients));
+    expects(values.size() == plan_.size(), "gradients.size()", values.size(), "must be the layout's size, ",
+            plan_.size());
+    return values;
+  }
+
+  template <class F>
+  void enqueue_whole(const S& compute, F work) {
+    agreement_.rethrow();
+    if (broken_) throw Error("an earlier step failed halfway: the optimizer's state is no longer valid");
+    broken_ = true;
+    compute_ = compute;
+    work();
+    broken_ = false;
+  }
+
   // What a step is: the text to copy for another optimizer.
-  void enqueue(std::span<const float> gradients, std::span<float> parameters, const S& compute, StepReport* report) {
+  template <class G>
+  void enqueue(std::span<const G> gradients, std::span<float> parameters, const S& compute, StepReport* report) {
     PhaseClock clock(report != nullptr, times_, compute);
     const std::uint64_t bytes_before = communicator_.bytes_sent();
     bytes_compared_ = 0;
     begin(gradients, compute);
+    if (micro_batches_ != 0) sum_up(gradients, compute);
     if (masks_.draft_first())
-      rule_.score_before(gradients, store_.values(), masks_.current(), scalars(), select_and_publish(compute));
+      with_gradient(gradients, [&](auto gradient) {
+        rule_.score_before(gradient, store_.values(), masks_.current(), scalars(), select_and_publish(compute));
+      });
     clock.lap(&StepReport::Seconds::select);
-    masks_.advance(compute);
+    if (!at_mask_) masks_.advance(compute);
     clock.lap(&StepReport::Seconds::mask_wait);
+    accumulate(gradients, compute);
+    clock.lap(&StepReport::Seconds::accumulate);
     const MaskView before = masks_.previous(), mask = masks_.current();
     const std::span<float> payload = reducer_.payload(mask);
-    store_.accumulate(gradients, before, mask, payload, rule_.set_aside(), rule_.accumulation(), scalars(), compute);
-    clock.lap(&StepReport::Seconds::accumulate);
     if (report != nullptr) begin_report(*report, before, mask, payload, compute);
     const std::uint64_t bytes_of_payload = reduce(mask, compute);
     if (!rule_.selects_after_update()) draft(gradients, mask, compute);
@@ -243,6 +329,8 @@ class AdamS {
     clock.lap(&StepReport::Seconds::select);
     if (!masks_.draft_next()) compare({});
     masks_.finish();
+    micro_batches_ = 0;
+    at_mask_ = false;
     if (report == nullptr) return;
     report->payload_bytes = bytes_of_payload;
     report->compare_bytes = bytes_compared_;
@@ -251,13 +339,70 @@ class AdamS {
     clock.read(report->seconds);
   }
 
-  void begin(std::span<const float> gradients, const S& compute) {
-    if (learning_rate_is_new_) transform(scalars(), detail::SetLearningRate{options_.learning_rate}, compute);
-    learning_rate_is_new_ = false;
+  // Where the step must make its own mask, which is the first step only, nothing is known of it yet.
+  template <class G>
+  void enqueue_add(std::span<const G> gradients, const S& compute) {
+    begin(gradients, compute);
+    sum_up(gradients, compute);
+    if (masks_.draft_first()) {
+      store_.add(gradients, scalars(), compute);
+    } else {
+      if (!at_mask_) masks_.advance(compute);
+      accumulate(gradients, compute);
+    }
+    ++micro_batches_;
+  }
+
+  // The first gradient at the step's mask, or one more.
+  template <class G>
+  void accumulate(std::span<const G> gradients, const S& compute) {
+    const MaskView mask = masks_.current();
+    const std::span<float> payload = reducer_.payload(mask);
+    if (at_mask_)
+      store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
+    else
+      store_.accumulate(gradients, masks_.previous(), mask, payload, rule_.set_aside(), rule_.accumulation(), scalars(),
+                        compute);
+    at_mask_ = true;
+  }
+
+  template <class G>
+  void sum_up(std::span<const G> gradients, const S& compute) {
+    const int rank = communicator_.rank();
+    const auto tiles =
+        tables_.view().tiles.subspan(plan_.first_tile(rank), plan_.first_dense_tile(rank) - plan_.first_tile(rank));
+    if (sums_.size() != 0)
+      for_each(tiles.size() * tile_bits,
+               detail::SumUp<G>{tiles.data(),
+                                sums_.span().data(),
+                                plan_.part_begin(rank) * word_bits,
+                                {gradients.data(), &scalars()},
+                                micro_batches_ == 0},
+               compute);
+  }
+
+  // f(gradient) with the gradient that scores see.
+  template <class G, class F>
+  void with_gradient(std::span<const G> gradients, F f) {
+    if (micro_batches_ != 0 && sums_.size() != 0)
+      f(SummedGradient{sums_.span().data(), plan_.part_begin(communicator_.rank()) * word_bits});
+    else
+      f(ScaledGradient<G>{gradients.data(), &scalars()});
+  }
+
+  void set_rates(const S& compute) {
+    transform(scalars(), detail::SetRates{options_.learning_rate, options_.gradient_scale}, compute);
+    rates_are_new_ = false;
+  }
+
+  template <class G>
+  void begin(std::span<const G> gradients, const S& compute) {
+    if (micro_batches_ != 0) return;
+    if (rates_are_new_) set_rates(compute);
     transform(scalars(), detail::BeginStep<decltype(rule_.advance())>{rule_.advance()}, compute);
     rule_.begin(scalars(), compute);
-    if (R::clips_gradient && options_.clip_norm > 0) {
-      take_norm(detail::Values{gradients.data()}, gradients.size(), compute);
+    if (clips_gradient()) {
+      take_norm(ScaledGradient<G>{gradients.data(), &scalars()}, gradients.size(), compute);
       transform(scalars(), detail::ClipGradient{options_.clip_norm}, compute);
     }
   }
@@ -269,18 +414,21 @@ class AdamS {
   }
 
   // Selects the mask of a later step, and starts its exchange.
-  void draft(std::span<const float> gradients, MaskView mask, const S& compute) {
+  template <class G>
+  void draft(std::span<const G> gradients, MaskView mask, const S& compute) {
     if (!masks_.draft_next()) return;
     const std::span<MaskWord> own = own_part(sent_.span());
     for (std::size_t i = 0; i < masks_.pending() && !own.empty(); ++i)
       for_each(own.size(), detail::Merge{own.data(), own_part(masks_.pending(i)).data(), i == 0}, compute);
     const auto sent = masks_.pending() == 0 ? std::span<const MaskWord>() : std::span<const MaskWord>(sent_.span());
-    rule_.score_after(gradients, store_.values(), mask, sent, scalars(), select_and_publish(compute));
+    with_gradient(gradients, [&](auto gradient) {
+      rule_.score_after(gradient, store_.values(), mask, sent, scalars(), select_and_publish(compute));
+    });
   }
 
   auto select_and_publish(const S& compute) {
     return [this, &compute](auto score) {
-      masker_.select(score, masks_.draft_density(), masks_.draft(), select_workspace_.span(), compute);
+      masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(), compute);
       masks_.publish(communicator_, compute, side_);
       compare(masks_.pending(masks_.pending() - 1));
     };
@@ -293,6 +441,7 @@ class AdamS {
     return words.subspan(plan_.part_begin(rank), plan_.part_words()[static_cast<std::size_t>(rank)]);
   }
 
+  bool clips_gradient() const noexcept { return R::clips_gradient && options_.clip_norm > 0; }
   bool clips_payload() const noexcept { return !R::clips_gradient && options_.clip_norm > 0; }
 
   template <class F>
@@ -385,11 +534,15 @@ class AdamS {
   SparseBufferReducer<S, M> reducer_;
   typename R::template State<M> rule_;
   Buffer<MaskWord, M> sent_;
+  Buffer<float, M> sums_;
   Buffer<std::byte, M> select_workspace_;
   StepAgreement<S, M> agreement_;
+  SharedFlag<S, M> flag_;
   Buffer<double, M> partials_;
   std::uint64_t bytes_compared_ = 0;  // in the step
-  bool learning_rate_is_new_ = true, broken_ = false;
+  std::size_t micro_batches_ = 0;     // of the step that has begun
+  bool at_mask_ = false;              // whether they are in the payload
+  bool rates_are_new_ = true, broken_ = false;
   int exceptions_ = std::uncaught_exceptions();
   std::array<double, 8> times_{};
   std::array<StepScalars, 1> host_scalars_;

@@ -32,6 +32,8 @@ struct ClockRule {
   static constexpr bool clips_gradient = true;
   /// Elements of a mask that waits for its turn are scored as if they had been sent, or masks would repeat.
   static constexpr bool pending_counts_as_sent = true;
+  /// The present gradient stands for the next.
+  static constexpr bool scores_gradient = true;
   SCAPE_HOST_DEVICE static float residual(float state, bool) { return state; }
   std::uint64_t fingerprint() const noexcept { return Fingerprint().add(std::uint64_t{2}).add(double{cap}).value(); }
 
@@ -106,31 +108,34 @@ struct ClockRule {
 
   // What the element's first moment would be if it were kept in the step `ahead` of this one, the present gradient
   // standing for the next, times the steps that it would move by.
+  template <class Gradient>
   struct Score {
-    const float *gradient, *residual, *moments;
+    Gradient gradient;
+    const float *residual, *moments;
     Clocks clocks;
     const StepScalars* now;
     std::uint64_t ahead;
 
-    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t) const {
-      return of(element, residual[element], clocks.steps(element, now->step + ahead));
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
+      return of(element, bit, residual[element], clocks.steps(element, now->step + ahead));
     }
-    SCAPE_HOST_DEVICE float of(std::size_t element, float unsent, unsigned n) const {
+    SCAPE_HOST_DEVICE float of(std::size_t element, std::size_t bit, float unsent, unsigned n) const {
       const Powers power = clocks.at(n);
       const float count = static_cast<float>(n);
-      const float sum = add(unsent, multiply(gradient[element], now->gradient_scale));
+      const float sum = add(unsent, gradient(element, bit));
       return multiply(
           count, add(multiply(power.beta1, moments[element]), multiply(power.one_minus_beta1, divide(sum, count))));
     }
   };
   // The same where other masks wait for their turn: their elements, `sent`, count as sent.
+  template <class Gradient>
   struct ScoreAfterPending {
-    Score score;
+    Score<Gradient> score;
     const MaskWord* sent;
 
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
       const bool is_sent = sent[bit / word_bits] >> bit % word_bits & 1;
-      return is_sent ? score.of(element, 0, 1) : score(element, bit);
+      return is_sent ? score.of(element, bit, 0, 1) : score(element, bit);
     }
   };
 
@@ -180,19 +185,27 @@ class ClockRule::State {
   }
 
   /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
-  template <class Select>
-  void score_before(std::span<const float> gradient, std::span<const float> residual, MaskView, const StepScalars& now,
+  template <class Gradient, class Select>
+  void score_before(Gradient gradient, std::span<const float> residual, MaskView, const StepScalars& now,
                     Select select) const {
-    select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 0});
+    select(score(gradient, residual, now, 0));
   }
-  template <class Select>
-  void score_after(std::span<const float> gradient, std::span<const float> residual, MaskView,
-                   std::span<const MaskWord> sent, const StepScalars& now, Select select) const {
-    const Score score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 1};
-    sent.empty() ? select(score) : select(ScoreAfterPending{score, sent.data()});
+  template <class Gradient, class Select>
+  void score_after(Gradient gradient, std::span<const float> residual, MaskView, std::span<const MaskWord> sent,
+                   const StepScalars& now, Select select) const {
+    if (sent.empty())
+      select(score(gradient, residual, now, 1));
+    else
+      select(ScoreAfterPending<Gradient>{score(gradient, residual, now, 1), sent.data()});
   }
 
  private:
+  template <class Gradient>
+  Score<Gradient> score(Gradient gradient, std::span<const float> residual, const StepScalars& now,
+                        std::uint64_t ahead) const {
+    return {gradient, residual.data(), moments_.span().data(), clocks(), &now, ahead};
+  }
+
   Clocks clocks() const noexcept {
     return {last_.span().data(), powers_.span().data(), static_cast<unsigned>(table_.size() / 4 - 1)};
   }

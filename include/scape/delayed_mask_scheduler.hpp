@@ -34,10 +34,11 @@ struct MaskOptions {
 /// Owns the masks, the one in use and those on their way, and exchanges the owners' parts in the background.
 ///
 /// A step asks, in this order:
-///   if (masks.draft_first()) { select into masks.draft(); masks.publish(...); }  // delay 0, and the very first mask
-///   masks.advance(compute);                          // from here on compute waits for this step's mask, no earlier
+///   if (masks.draft_first()) { select into masks.draft(compute); masks.publish(...); }  // delay 0, and the very first
+///   mask masks.advance(compute);                          // from here on compute waits for this step's mask, no
+///   earlier
 ///   ... use masks.current(), and masks.previous() until the next draft ...
-///   if (masks.draft_next()) { select into masks.draft(); masks.publish(...); }
+///   if (masks.draft_next()) { select into masks.draft(compute); masks.publish(...); }
 ///   masks.finish();
 /// Every rank must make the same calls. A mask stays in use until the next one is due.
 ///
@@ -71,14 +72,13 @@ class DelayedMaskScheduler {
             "must be 0 or no less than any rank keeps, ", most);
     for (std::size_t i = 0; i < slots; ++i) slots_.emplace_back(plan, memory);
     for (Slot& slot : slots_) {
-      fill_mask(tables_, slot.words.span(), stream);  // the dense segments' words stay like this
-      fill_values(slot.words.span().first(plan.exchanged_words()), MaskWord{0}, stream);
+      fill_dense(slot, stream);
       fill_values(slot.offsets.span(), std::size_t{0}, stream);
     }
+    fill_values(slots_[0].words.span(), MaskWord{0}, stream);  // before the first step nothing is kept
+    slots_[0].has_dense = false;
     count_offsets(tables_, slots_[0].words.span(), options.payload_stride, slots_[0].offsets.span(), stream);
     slots_[0].kept = options.payload_stride * static_cast<std::size_t>(plan.ranks());
-    for (const Segment& segment : plan.segments())
-      if (segment.dense && options.payload_stride == 0) slots_[0].kept += segment.count;
     fill_values(codes_.span(), MaskWord{0}, stream);  // its padding travels too
     previous_ = current_ = &slots_[0];
     stream.synchronize();
@@ -101,8 +101,12 @@ class DelayedMaskScheduler {
   /// The density of the mask to be drafted.
   double draft_density() const noexcept { return options_.density(due()); }
 
-  /// The words of the mask to be drafted: the owner selects into its part.
-  std::span<MaskWord> draft() noexcept { return free_slot().words.span(); }
+  /// The words of the mask to be drafted: the owner selects into its part, on compute.
+  std::span<MaskWord> draft(const S& compute) {
+    Slot& slot = free_slot();
+    if (!slot.has_dense) fill_dense(slot, compute);
+    return slot.words.span();
+  }
 
   /// Masks that are published but not in use yet, as whole masks of which only this rank's part may be read.
   std::size_t pending() const noexcept { return pending_.size(); }
@@ -132,6 +136,7 @@ class DelayedMaskScheduler {
       Slot& slot = free_slot();
       slot.set_density(1, plan_, options_);
       fill_mask(tables_, slot.words.span(), compute);
+      slot.has_dense = true;
       complete(slot, compute);
       current_ = &slot;
     }
@@ -196,6 +201,7 @@ class DelayedMaskScheduler {
     double density = -1;
     std::size_t kept = 0;
     bool coded = false, arrived = true;  // arrived: compute has waited for it already
+    bool has_dense = false;              // whether the bits of dense segments are set
     std::size_t coded_words = 0;
     std::vector<EliasFano> codes;
     std::vector<std::size_t> code_words;
@@ -211,6 +217,13 @@ class DelayedMaskScheduler {
 
   MaskView view(const Slot& slot) const noexcept {
     return {tables_, slot.words.span(), slot.offsets.span(), slot.kept};
+  }
+
+  // Sets the bits of the dense segments, whose words do not travel: nobody writes them again.
+  void fill_dense(Slot& slot, const S& stream) {
+    fill_mask(tables_, slot.words.span(), stream);
+    fill_values(slot.words.span().first(plan_.exchanged_words()), MaskWord{0}, stream);
+    slot.has_dense = true;
   }
 
   // There are delay + 1 slots: one in use, at most delay - 1 pending when a draft begins. With delay 1 the free one is

@@ -11,6 +11,8 @@
 #include <scape/delayed_mask_scheduler.hpp>
 #include <scape/density_schedule.hpp>
 #include <scape/error.hpp>
+#include <scape/gradient.hpp>
+#include <scape/host/finite.hpp>
 #include <scape/host/hash.hpp>
 #include <scape/host/pack.hpp>
 #include <scape/host/select.hpp>
@@ -22,6 +24,7 @@
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/scape_rule.hpp>
+#include <scape/shared_flag.hpp>
 #include <scape/sparse_buffer_reducer.hpp>
 #include <scape/stream.hpp>
 #include <scape/thread_communicator.hpp>

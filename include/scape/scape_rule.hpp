@@ -40,6 +40,8 @@ struct ScapeRule {
   static constexpr bool clips_gradient = false;
   /// Whether elements of a mask that waits for its turn are scored as if they had been sent.
   static constexpr bool pending_counts_as_sent = false;
+  /// Whether score_after reads the gradient.
+  static constexpr bool scores_gradient = false;
   /// The residual of an element, given what the store holds and whether the element is kept.
   SCAPE_HOST_DEVICE static float residual(float state, bool is_kept) { return is_kept ? 0.0f : state; }
   std::uint64_t fingerprint() const noexcept {
@@ -104,14 +106,15 @@ struct ScapeRule {
     }
   };
 
+  template <class Gradient>
   struct ScoreBefore {
     Accumulation accumulation;
-    const float *gradient, *state;
+    Gradient gradient;
+    const float* state;
     const MaskWord* was;
-    const StepScalars* now;
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
       const bool was_kept = was[bit / word_bits] >> bit % word_bits & 1;
-      return accumulation.state(multiply(gradient[element], now->gradient_scale), state[element], was_kept, false);
+      return accumulation.state(gradient(element, bit), state[element], was_kept, false);
     }
   };
   struct ScoreCorrected {
@@ -166,14 +169,14 @@ class ScapeRule::State {
   }
 
   /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
-  template <class Select>
-  void score_before(std::span<const float> gradient, std::span<const float> state, MaskView before,
-                    const StepScalars& now, Select select) const {
-    select(ScoreBefore{accumulation(), gradient.data(), state.data(), before.words.data(), &now});
+  template <class Gradient, class Select>
+  void score_before(Gradient gradient, std::span<const float> state, MaskView before, const StepScalars&,
+                    Select select) const {
+    select(ScoreBefore<Gradient>{accumulation(), gradient, state.data(), before.words.data()});
   }
-  template <class Select>
-  void score_after(std::span<const float>, std::span<const float> state, MaskView mask, std::span<const MaskWord>,
-                   const StepScalars&, Select select) const {
+  template <class Gradient, class Select>
+  void score_after(Gradient, std::span<const float> state, MaskView mask, std::span<const MaskWord>, const StepScalars&,
+                   Select select) const {
     if (rule_.score == MaskScore::corrected)
       select(ScoreCorrected{state.data()});
     else

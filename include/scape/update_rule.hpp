@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/communicator.hpp>
+#include <scape/gradient.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
 #include <scape/step_scalars.hpp>
@@ -32,9 +33,11 @@ struct AnySelect {  // stands for what scores are handed to
 template <class R, class M>
 concept UpdateRule = MemoryResource<M> && std::copyable<R> &&
     requires(const R& rule, typename R::template State<M>& state, std::span<const float> values, std::span<float> array,
-             std::span<const MaskWord> sent, MaskView mask, StepScalars& scalars, detail::AnySelect select) {
+             ScaledGradient<float> gradient, std::span<const MaskWord> sent, MaskView mask, StepScalars& scalars,
+             detail::AnySelect select) {
   { R::clips_gradient } -> std::convertible_to<bool>;          // the local gradient is clipped, else the payload
   { R::pending_counts_as_sent } -> std::convertible_to<bool>;  // score_after is told what waits in other masks
+  { R::scores_gradient } -> std::convertible_to<bool>;         // score_after reads the gradient
   { R::residual(0.0f, true) } -> std::same_as<float>;          // of an element, from store and mask
   { rule.fingerprint() } -> std::same_as<std::uint64_t>;       // equal on all ranks, or they disagree
   { state.selects_after_update() } -> std::same_as<bool>;
@@ -44,8 +47,8 @@ concept UpdateRule = MemoryResource<M> && std::copyable<R> &&
   state.advance()(scalars);
   state.accumulation();
   state.update(array, array, values);
-  state.score_before(values, values, mask, scalars, select);
-  state.score_after(values, values, mask, sent, scalars, select);
+  state.score_before(gradient, values, mask, scalars, select);
+  state.score_after(gradient, values, mask, sent, scalars, select);
 };
 
 }  // namespace scape::inline v0
