@@ -14,6 +14,7 @@
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/scape_rule.hpp>
+#include <scape/sharding.hpp>
 #include <scape/shared_flag.hpp>
 #include <scape/sparse_buffer_reducer.hpp>
 #include <scape/step_report.hpp>
@@ -33,6 +34,7 @@
 #include <ranges>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace scape::inline v0 {
@@ -128,24 +130,28 @@ struct ResidualAt {
 /// naming the odd one, where ranks disagree: on version, layout, options or rule in the constructor, on step, learning
 /// rate or mask when a step has compared them (StepAgreement says when that is). After a step that failed halfway all
 /// further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; docs/algorithm.md.
-template <Stream S, Communicator<S> C, MemoryResource M, UpdateRule<M> R = ScapeRule>
+template <Stream S, Communicator<S> C, MemoryResource M, UpdateRule<M> R = ScapeRule, class H = Replicated>
 class AdamS {
  public:
+  /// Of the parameters.
+  using Parameter = typename H::Parameter;
+
   template <ShardedLayout L>
   AdamS(const L& layout, C& communicator, M& memory, const S& compute, const S& side, const AdamSOptions& options = {},
-        const R& rule = {})
+        const R& rule = {}, H = {})
       : communicator_(communicator),
         compute_(compute),
         side_(side),
         options_((options.check(), options)),
-        plan_(fitting(layout, communicator), options.exact_mask_parts),
+        plan_(fitting(layout, communicator), options.exact_mask_parts, H::sharded),
         tables_(plan_, memory, compute),
         scalars_(1, memory),
-        masks_(plan_, tables_.view(), communicator.rank(), options.masks(), memory, compute),
+        masks_(plan_, tables_.view(), communicator.rank(), mask_options(), memory, compute),
         masker_(plan_, tables_.view(), communicator.rank()),
         store_(plan_.size(), memory, compute),
-        reducer_(plan_.kept(options.masks().density.largest()), memory),
-        rule_(rule, options, plan_.size(), reducer_.capacity(), memory, compute),
+        reducer_(payload_capacity(), memory),
+        rule_(rule, options, plan_.own_elements(communicator.rank()), reducer_.capacity(), memory, compute),
+        masters_(plan_, tables_.view(), communicator.rank(), reducer_.capacity(), memory),
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
         sums_(R::scores_gradient && options.adds
                   ? plan_.part_words()[static_cast<std::size_t>(communicator.rank())] * word_bits
@@ -154,7 +160,9 @@ class AdamS {
         select_workspace_(options.density < 1 ? masker_.workspace_bytes(compute) : 0, memory),
         agreement_(communicator.rank(), communicator.size(), memory),
         flag_(communicator.rank(), communicator.size(), memory),
-        partials_(norm_partials(std::max(plan_.size(), plan_.tiles().size() * tile_bits), compute), memory) {
+        partials_(
+            norm_partials(std::max({plan_.size(), plan_.tiles().size() * tile_bits, reducer_.capacity()}), compute),
+            memory) {
     fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), detail::Reset{}, compute);
     compute.synchronize();
@@ -203,13 +211,31 @@ class AdamS {
   /// not replays. End the capture before the optimizer is destroyed.
   void await_masks(const S& compute) { masks_.await(compute); }
 
+  /// Sharded only, and before the first step: the masters become the rank's own elements of `values`, all parameters in
+  /// any type, here or where the parameters were made: float32 has digits that P has not.
+  template <std::ranges::contiguous_range V>
+  void load_masters(const V& values, const S& compute) requires(H::sharded) {
+    masters_.load(checked(values, "values"), compute);
+    has_masters_ = true;
+  }
+
+  /// Sharded only: makes every rank's parameters equal to their rounded masters. With rule `clock` they always are;
+  /// with `scape` weight decay moves masters off the mask too: docs/algorithm.md, "Sharded". Collective; for once in a
+  /// while.
+  void synchronize_parameters(std::span<Parameter> parameters, const S& compute) requires(H::sharded) {
+    check_parameters(parameters);
+    masters_.synchronize(parameters, communicator_, compute, side_);
+  }
+
+  /// Sharded only: the rank's own elements in float32, Tile::own says where each is.
+  std::span<const float> masters() const noexcept requires(H::sharded) { return masters_.masters(); }
+
   /// One step: enqueues on `compute` and returns. The gradients are this rank's own, an array or span of float,
   /// bfloat16, __half or the like; the parameters every rank's. With a report: waits for the step and fills it.
   template <std::ranges::contiguous_range G>
-  void step(const G& gradients, std::span<float> parameters, const S& compute, StepReport* report = nullptr) {
-    const auto values = checked(gradients);
-    expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(), "must be the layout's size, ",
-            plan_.size());
+  void step(const G& gradients, std::span<Parameter> parameters, const S& compute, StepReport* report = nullptr) {
+    const auto values = checked(gradients, "gradients");
+    check_parameters(parameters);
     enqueue_whole(compute, [&] { enqueue(values, parameters, compute, report); });
   }
 
@@ -219,7 +245,7 @@ class AdamS {
   /// Needs the option `adds`, a delay of at least 1, and no clip_norm where the rule clips the local gradient.
   template <std::ranges::contiguous_range G>
   void add(const G& gradients, const S& compute) {
-    const auto values = checked(gradients);
+    const auto values = checked(gradients, "gradients");
     expects(options_.adds, "options.adds", options_.adds, "must be true for add()");
     expects(options_.delay >= 1, "options.delay", options_.delay, "must be at least 1 for add()");
     expects(!clips_gradient(), "options.clip_norm", options_.clip_norm, "must be 0 for add() with this rule");
@@ -231,9 +257,9 @@ class AdamS {
   /// until all ranks have; with `overflowed`, which a rank may know already, nothing is read. Collective; not after
   /// add(), which cannot be taken back, and not in a graph.
   template <std::ranges::contiguous_range G>
-  bool try_step(const G& gradients, std::span<float> parameters, const S& compute,
+  bool try_step(const G& gradients, std::span<Parameter> parameters, const S& compute,
                 std::optional<bool> overflowed = std::nullopt, StepReport* report = nullptr) {
-    const auto values = checked(gradients);
+    const auto values = checked(gradients, "gradients");
     expects(micro_batches_ == 0, "try_step", "called after add()", "what was added cannot be taken back");
     if (overflowed)
       flag_.set(*overflowed, compute);
@@ -258,14 +284,14 @@ class AdamS {
 
   /// Bytes that are kept from step to step.
   std::size_t state_bytes() const noexcept {
-    return store_.values().size_bytes() + masks_.state_bytes() + rule_.state_bytes() + tables_.bytes() +
-           scalars_.bytes();
+    return store_.values().size_bytes() + masks_.state_bytes() + rule_.state_bytes() + masters_.state_bytes() +
+           tables_.bytes() + scalars_.bytes();
   }
   /// Bytes of scratch. The payload's share follows the largest density, so a density warm-up costs 4 bytes a parameter
   /// here, 8 with rule `scape`.
   std::size_t workspace_bytes() const noexcept {
-    return masks_.workspace_bytes() + reducer_.capacity() * sizeof(float) + rule_.workspace_bytes() + sent_.bytes() +
-           sums_.bytes() + select_workspace_.bytes() + partials_.bytes();
+    return masks_.workspace_bytes() + reducer_.capacity() * sizeof(float) + rule_.workspace_bytes() +
+           masters_.workspace_bytes() + sent_.bytes() + sums_.bytes() + select_workspace_.bytes() + partials_.bytes();
   }
 
  private:
@@ -276,14 +302,32 @@ class AdamS {
     return layout;
   }
 
-  template <std::ranges::contiguous_range G>
-  auto checked(const G& gradients) const {
-    static_assert(GradientType<std::ranges::range_value_t<G>>);
-    const std::span<const std::ranges::range_value_t<G>> values(std::ranges::data(gradients),
-                                                                std::ranges::size(gradients));
-    expects(values.size() == plan_.size(), "gradients.size()", values.size(), "must be the layout's size, ",
-            plan_.size());
+  // Whether every rank gets the mean of all, not of its own part alone.
+  static constexpr bool has_whole_payload = !H::sharded || R::follows_others;
+
+  MaskOptions mask_options() const {
+    MaskOptions options = options_.masks();
+    options.payload_by_rank = H::sharded;
+    return options;
+  }
+  std::size_t payload_capacity() const {
+    const double density = options_.masks().density.largest();
+    return H::sharded ? plan_.payload_stride(density) * static_cast<std::size_t>(plan_.ranks()) : plan_.kept(density);
+  }
+
+  template <std::ranges::contiguous_range V>
+  auto checked(const V& array, const char* name) const {
+    using Value = std::ranges::range_value_t<V>;
+    static_assert(GradientType<Value>, "an array of float, bfloat16, __half or the like is needed");
+    const std::span<const Value> values(std::ranges::data(array), std::ranges::size(array));
+    if (values.size() != plan_.size())
+      expects(false, std::string(name) + ".size()", values.size(), "must be the layout's size, ", plan_.size());
     return values;
+  }
+  void check_parameters(std::span<Parameter> parameters) const {
+    expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(), "must be the layout's size, ",
+            plan_.size());
+    expects(!H::sharded || has_masters_, "masters", "not loaded", "call load_masters() before the first step");
   }
 
   template <class F>
@@ -298,7 +342,7 @@ class AdamS {
 
   // What a step is: the text to copy for another optimizer.
   template <class G>
-  void enqueue(std::span<const G> gradients, std::span<float> parameters, const S& compute, StepReport* report) {
+  void enqueue(std::span<const G> gradients, std::span<Parameter> parameters, const S& compute, StepReport* report) {
     PhaseClock clock(report != nullptr, times_, compute);
     const std::uint64_t bytes_before = communicator_.bytes_sent();
     bytes_compared_ = 0;
@@ -306,7 +350,8 @@ class AdamS {
     if (micro_batches_ != 0) sum_up(gradients, compute);
     if (masks_.draft_first())
       with_gradient(gradients, [&](auto gradient) {
-        rule_.score_before(gradient, store_.values(), masks_.current(), scalars(), select_and_publish(compute));
+        rule_.score_before(gradient, place(), store_.values(), masks_.current(), scalars(),
+                           select_and_publish(compute));
       });
     clock.lap(&StepReport::Seconds::select);
     if (!at_mask_) masks_.advance(compute);
@@ -315,27 +360,34 @@ class AdamS {
     clock.lap(&StepReport::Seconds::accumulate);
     const MaskView before = masks_.previous(), mask = masks_.current();
     const std::span<float> payload = reducer_.payload(mask);
+    const std::size_t kept_before = masks_.step() == 0 ? 0 : plan_.kept(density_before_);
     if (report != nullptr) begin_report(*report, before, mask, payload, compute);
     const std::uint64_t bytes_of_payload = reduce(mask, compute);
     if (!rule_.selects_after_update()) draft(gradients, mask, compute);
     clock.lap(&StepReport::Seconds::select);
     reducer_.wait(compute);
     clock.lap(&StepReport::Seconds::payload_wait);
-    if (report != nullptr || clips_payload()) take_norm(detail::Values{payload.data()}, payload.size(), compute);
+    const std::span<const float> reduced = has_whole_payload ? payload : own_payload(mask);
+    if (report != nullptr || clips_payload()) take_norm(detail::Values{reduced.data()}, reduced.size(), compute);
     if (clips_payload()) transform(scalars(), detail::ClipPayload{options_.clip_norm}, compute);
-    update(mask, rule_.update(parameters, store_.values(), payload), scalars(), compute);
+    const std::uint64_t bytes_of_parameters = update_parameters(mask, parameters, payload, compute);
     clock.lap(&StepReport::Seconds::update);
     if (rule_.selects_after_update()) draft(gradients, mask, compute);
     clock.lap(&StepReport::Seconds::select);
+    if constexpr (H::sharded) masters_.receive(mask, parameters, compute);
+    clock.lap(&StepReport::Seconds::parameter_wait);
     if (!masks_.draft_next()) compare({});
+    density_before_ = masks_.density();
     masks_.finish();
     micro_batches_ = 0;
     at_mask_ = false;
     if (report == nullptr) return;
     report->payload_bytes = bytes_of_payload;
     report->compare_bytes = bytes_compared_;
-    report->mask_bytes = communicator_.bytes_sent() - bytes_before - bytes_of_payload - bytes_compared_;
-    finish_report(*report, before.kept, mask, compute);
+    report->parameter_bytes = bytes_of_parameters;
+    report->mask_bytes =
+        communicator_.bytes_sent() - bytes_before - bytes_of_payload - bytes_of_parameters - bytes_compared_;
+    finish_report(*report, kept_before, compute);
     clock.read(report->seconds);
   }
 
@@ -358,6 +410,10 @@ class AdamS {
   void accumulate(std::span<const G> gradients, const S& compute) {
     const MaskView mask = masks_.current();
     const std::span<float> payload = reducer_.payload(mask);
+    if (H::sharded && !at_mask_ && masks_.density() != padded_for_) {  // what lies between the ranks' parts counts
+      fill_values(payload, 0.0f, compute);                             // as nothing in norms
+      padded_for_ = masks_.density();
+    }
     if (at_mask_)
       store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
     else
@@ -409,8 +465,42 @@ class AdamS {
 
   std::uint64_t reduce(MaskView mask, const S& compute) {
     const std::uint64_t before = communicator_.bytes_sent();
-    reducer_.reduce(mask, communicator_, compute, side_);
+    if constexpr (has_whole_payload)
+      reducer_.reduce(mask, communicator_, compute, side_);
+    else
+      reducer_.reduce_scatter(mask.stride, own_payload(mask), communicator_, compute, side_);
     return communicator_.bytes_sent() - before;
+  }
+
+  // Returns the bytes sent.
+  std::uint64_t update_parameters(MaskView mask, std::span<Parameter> parameters, std::span<const float> payload,
+                                  const S& compute) {
+    if constexpr (!H::sharded) {
+      update(mask, rule_.update(parameters, store_.values(), payload), scalars(), compute);
+      return 0;
+    } else {
+      const std::size_t first = plan_.first_tile(communicator_.rank()),
+                        last = plan_.first_tile(communicator_.rank() + 1);
+      update(mask.part(first, last), rule_.update(masters_.masters(), store_.values(), payload), scalars(), compute);
+      if constexpr (R::follows_others)
+        for (const MaskView& others : {mask.part(0, first), mask.part(last, mask.plan.tiles.size())})
+          for_each_kept(others, rule_.follow(store_.values(), payload, scalars()), compute);
+      const std::uint64_t before = communicator_.bytes_sent();
+      masters_.send(mask, parameters, scalars(), communicator_, compute, side_);
+      return communicator_.bytes_sent() - before;
+    }
+  }
+
+  // Where scores find what the rule keeps of an element.
+  auto place() const {
+    if constexpr (H::sharded)
+      return PlaceInPart{plan_.part_begin(communicator_.rank()) * word_bits};
+    else
+      return PlaceOfElement{};
+  }
+
+  std::span<float> own_payload(MaskView mask) const {
+    return reducer_.payload(mask).subspan(static_cast<std::size_t>(communicator_.rank()) * mask.stride, mask.stride);
   }
 
   // Selects the mask of a later step, and starts its exchange.
@@ -422,7 +512,7 @@ class AdamS {
       for_each(own.size(), detail::Merge{own.data(), own_part(masks_.pending(i)).data(), i == 0}, compute);
     const auto sent = masks_.pending() == 0 ? std::span<const MaskWord>() : std::span<const MaskWord>(sent_.span());
     with_gradient(gradients, [&](auto gradient) {
-      rule_.score_after(gradient, store_.values(), mask, sent, scalars(), select_and_publish(compute));
+      rule_.score_after(gradient, place(), store_.values(), mask, sent, scalars(), select_and_publish(compute));
     });
   }
 
@@ -455,12 +545,13 @@ class AdamS {
     report = {};
     report.step = masks_.step();
     report.density = masks_.density();
-    report.kept = mask.kept;
+    report.kept = plan_.kept(masks_.density());
     mask_overlap(before.words, mask, payload, partials_.span(), scalars(), compute);
     squared_norm(payload.size(), detail::Values{payload.data()}, partials_.span(), scalars().squared_payload, compute);
   }
 
-  void finish_report(StepReport& report, std::size_t kept_before, MaskView mask, const S& compute) {
+  void finish_report(StepReport& report, std::size_t kept_before, const S& compute) {
+    const MaskView mask = masks_.current();
     squared_norm(plan_.tiles().size() * tile_bits,
                  detail::ResidualAt<R>{mask.plan.tiles.data(), mask.words.data(), store_.values().data()},
                  partials_.span(), scalars().squared_residual, compute);
@@ -469,7 +560,7 @@ class AdamS {
     const StepScalars& found = host_scalars_[0];
     if (report.step != 0 && kept_before != 0) {
       const auto both = static_cast<double>(found.overlap);
-      report.jaccard = both / (static_cast<double>(kept_before + mask.kept) - both);
+      report.jaccard = both / (static_cast<double>(kept_before + report.kept) - both);
       report.energy_share = found.squared_payload == 0 ? 0 : found.squared_overlap / found.squared_payload;
     }
     report.gradient_norm = std::sqrt(found.squared_norm);
@@ -482,7 +573,7 @@ class AdamS {
         AgreedValue::integer("version of scape",
                              SCAPE_VERSION_MAJOR * 1'000'000 + SCAPE_VERSION_MINOR * 1'000 + SCAPE_VERSION_PATCH),
         AgreedValue::integer("layout.size()", plan_.size()), AgreedValue::hash("layout", plan_.fingerprint()),
-        AgreedValue::hash("rule", rule.fingerprint())};
+        AgreedValue::hash("rule", rule.fingerprint()), AgreedValue::integer("bytes of a parameter", sizeof(Parameter))};
     for (const AgreedValue& value : options_.agreed()) values.push_back(value);
     expect_agreement(std::span<const AgreedValue>(values), communicator_, memory, side_);
   }
@@ -501,7 +592,7 @@ class AdamS {
   class PhaseClock {
    public:
     using Phase = double StepReport::Seconds::*;
-    PhaseClock(bool runs, std::array<double, 8>& times, const S& compute)
+    PhaseClock(bool runs, std::array<double, 9>& times, const S& compute)
         : runs_(runs), times_(times), compute_(compute) {
       if (runs) record_time(times_[0], compute_);
     }
@@ -516,9 +607,9 @@ class AdamS {
 
    private:
     bool runs_;
-    std::array<double, 8>& times_;
+    std::array<double, 9>& times_;
     const S& compute_;
-    std::array<Phase, 7> phases_{};
+    std::array<Phase, 8> phases_{};
     std::size_t laps_ = 0;
   };
 
@@ -533,18 +624,21 @@ class AdamS {
   ResidualStore<M> store_;
   SparseBufferReducer<S, M> reducer_;
   typename R::template State<M> rule_;
+  [[no_unique_address]] std::conditional_t<H::sharded, MasterStore<Parameter, S, M>, detail::NoMasters> masters_;
   Buffer<MaskWord, M> sent_;
   Buffer<float, M> sums_;
   Buffer<std::byte, M> select_workspace_;
   StepAgreement<S, M> agreement_;
   SharedFlag<S, M> flag_;
   Buffer<double, M> partials_;
-  std::uint64_t bytes_compared_ = 0;  // in the step
-  std::size_t micro_batches_ = 0;     // of the step that has begun
-  bool at_mask_ = false;              // whether they are in the payload
+  std::uint64_t bytes_compared_ = 0;             // in the step
+  double density_before_ = 0, padded_for_ = -1;  // of the masks of the last step, and for which the payload is padded
+  bool has_masters_ = false;
+  std::size_t micro_batches_ = 0;  // of the step that has begun
+  bool at_mask_ = false;           // whether they are in the payload
   bool rates_are_new_ = true, broken_ = false;
   int exceptions_ = std::uncaught_exceptions();
-  std::array<double, 8> times_{};
+  std::array<double, 9> times_{};
   std::array<StepScalars, 1> host_scalars_;
 };
 

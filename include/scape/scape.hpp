@@ -24,6 +24,7 @@
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/scape_rule.hpp>
+#include <scape/sharding.hpp>
 #include <scape/shared_flag.hpp>
 #include <scape/sparse_buffer_reducer.hpp>
 #include <scape/stream.hpp>
