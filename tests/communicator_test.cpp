@@ -315,14 +315,14 @@ TEST_CASE("ranks that call different collectives all hear which rank is the odd 
     const char* found;
     const char* expected;
   } cases[] = {
-      {"another count", 2, 1, reduce_10, reduce_11, "rank 1 calls all_reduce_mean of 11 elements",
-       "all_reduce_mean of 10 elements"},
-      {"another count", 5, 0, reduce_10, reduce_11, "rank 0 calls all_reduce_mean of 11 elements",
-       "all_reduce_mean of 10 elements"},
-      {"another collective", 4, 2, reduce_10, gather_10, "rank 2 calls all_gather of 40 elements",
-       "all_reduce_mean of 10 elements"},
-      {"another collective", 4, 3, gather_10, reduce_10, "rank 3 calls all_reduce_mean of 10 elements",
-       "all_gather of 40 elements"},
+      {"another count", 2, 1, reduce_10, reduce_11, "rank 1 calls all_reduce_mean of 11 float",
+       "all_reduce_mean of 10 float"},
+      {"another count", 5, 0, reduce_10, reduce_11, "rank 0 calls all_reduce_mean of 11 float",
+       "all_reduce_mean of 10 float"},
+      {"another collective", 4, 2, reduce_10, gather_10, "rank 2 calls all_gather of 40 MaskWord",
+       "all_reduce_mean of 10 float"},
+      {"another collective", 4, 3, gather_10, reduce_10, "rank 3 calls all_reduce_mean of 10 float",
+       "all_gather of 40 MaskWord"},
   };
   for (const auto& test : cases)
     for (const int before : {0, 3}) {  // good collectives before the bad one: the error counts them
