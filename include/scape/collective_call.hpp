@@ -12,10 +12,17 @@
 
 namespace scape::inline v0::detail {
 
-enum class Collective : std::uint32_t { all_reduce_mean, reduce_scatter_mean, all_gather, all_gather_uneven };
+enum class Collective : std::uint32_t {
+  all_reduce_mean,
+  reduce_scatter_mean,
+  all_gather,
+  all_gather_uneven,
+  all_to_all
+};
 
 inline std::string name_of(Collective collective) {
-  constexpr const char* names[] = {"all_reduce_mean", "reduce_scatter_mean", "all_gather", "all_gather_uneven"};
+  constexpr const char* names[] = {"all_reduce_mean", "reduce_scatter_mean", "all_gather", "all_gather_uneven",
+                                   "all_to_all"};
   return names[static_cast<std::size_t>(collective)];
 }
 

@@ -34,11 +34,16 @@
 
 namespace scape::inline v0 {
 
+namespace detail {
+template <class S>
+concept OtherStream = !std::same_as<S, HostStream>;
+}  // namespace detail
+
 struct MpiOptions {
   /// A collective that some rank has not joined, or does not go on with, for so long fails on the ranks that wait in
   /// it.
   std::chrono::milliseconds patience = std::chrono::minutes(10);
-  /// Bytes of each of the four staging buffers; 0: 4 MiB, or 16 KiB a rank where that is more.
+  /// Bytes of each of the four staging buffers; 0: 4 MiB, or 16 KiB a rank where that is more, at most 1 GiB.
   std::size_t staging_bytes = 0;
 };
 
@@ -80,7 +85,7 @@ class MpiCommunicator {
     rank_ = static_cast<std::size_t>(rank);
     ranks_ = static_cast<std::size_t>(size);
     std::size_t staging = options.staging_bytes;
-    if (staging == 0) staging = std::max(std::size_t{4} << 20, ranks_ << 14);
+    if (staging == 0) staging = std::clamp(ranks_ << 14, std::size_t{4} << 20, std::size_t{1} << 30);
     expects(staging <= std::size_t{std::numeric_limits<int>::max()}, "staging_bytes", staging, "must fit an int");
     state_ = std::make_unique<State>(ranks_, std::max<std::size_t>(staging / ranks_ / widest * widest, widest));
     patience_ = options.patience;
@@ -161,16 +166,37 @@ class MpiCommunicator {
     gather({Collective::all_gather_uneven, Element::mask_word, total, own.size(), print.value()}, own, all, stream);
   }
 
-  // Streams of devices are refused: MPI need not know their memory.
-  template <class In, class Out, class DeviceStream>
-  requires(!std::same_as<DeviceStream, HostStream>) void all_reduce_mean(In&&, Out&&, const DeviceStream&) = delete;
-  template <class In, class Out, class DeviceStream>
-  requires(!std::same_as<DeviceStream, HostStream>) void reduce_scatter_mean(In&&, Out&&, const DeviceStream&) = delete;
-  template <class In, class Out, class DeviceStream>
-  requires(!std::same_as<DeviceStream, HostStream>) void all_gather(In&&, Out&&, const DeviceStream&) = delete;
-  template <class In, class Out, class Counts, class DeviceStream>
-  requires(!std::same_as<DeviceStream, HostStream>) void all_gather_uneven(In&&, Out&&, Counts&&,
-                                                                           const DeviceStream&) = delete;
+  /// out = the parts that the ranks have for this one, by rank: in and out hold size() parts of equal size. Not in
+  /// place. Sends (W - 1) / W * in.size_bytes().
+  void all_to_all(std::span<const MaskWord> in, std::span<MaskWord> out, const HostStream& stream) {
+    expects(in.size() % ranks_ == 0, "in.size()", in.size(), "must be a multiple of size(), ", ranks_);
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    const std::size_t part = in.size() / ranks_;
+    bytes_sent_ += (ranks_ - 1) * part * sizeof(MaskWord);
+    enqueue(stream, {Collective::all_to_all, Element::mask_word, in.size()}, [this, in, out, part] {
+      const std::size_t block = share<MaskWord>();
+      const auto size_of = [&](std::size_t i) { return std::min(block, part - i * block); };
+      pipeline(
+          blocks(part, block),
+          [&](Lane& lane, std::size_t i) { send_parts(lane, in.data() + i * block, part, size_of(i)); },
+          [&](Lane& lane, std::size_t i) {
+            for (std::size_t rank = 0; rank < ranks_; ++rank)
+              copy(lane.parts_as<MaskWord>() + rank * size_of(i), out.data() + rank * part + i * block, size_of(i));
+          });
+    });
+  }
+
+  // MPI need not know the memory of devices, so their streams are refused.
+  template <class In, class Out, detail::OtherStream S>
+  void all_reduce_mean(In&&, Out&&, const S&) = delete;
+  template <class In, class Out, detail::OtherStream S>
+  void reduce_scatter_mean(In&&, Out&&, const S&) = delete;
+  template <class In, class Out, detail::OtherStream S>
+  void all_gather(In&&, Out&&, const S&) = delete;
+  template <class In, class Out, class Counts, detail::OtherStream S>
+  void all_gather_uneven(In&&, Out&&, Counts&&, const S&) = delete;
+  template <class In, class Out, detail::OtherStream S>
+  void all_to_all(In&&, Out&&, const S&) = delete;
 
  private:
   using Collective = detail::Collective;
@@ -288,16 +314,8 @@ class MpiCommunicator {
       const auto size_of = [&](std::size_t i) { return std::min(block, out.size() - i * block); };
       pipeline(
           blocks(out.size(), block),
-          [&](Lane& lane, std::size_t i) {
-            const std::size_t size = size_of(i);
-            for (std::size_t rank = 0; rank < ranks_; ++rank) {
-              copy(in.data() + rank * out.size() + i * block, lane.whole_as<T>() + rank * size, size);
-              lane.of_whole.set(rank, rank * size * sizeof(T), size * sizeof(T));
-              lane.of_parts.set(rank, rank * size * sizeof(T), size * sizeof(T));
-            }
-            exchange(lane);
-          },
-          nothing, [&](Lane& lane, std::size_t i) { mean_of_parts(lane, out.data() + i * block, size_of(i), pool); });
+          [&](Lane& lane, std::size_t i) { send_parts(lane, in.data() + i * block, out.size(), size_of(i)); },
+          [&](Lane& lane, std::size_t i) { mean_of_parts(lane, out.data() + i * block, size_of(i), pool); });
     });
   }
 
@@ -330,7 +348,6 @@ class MpiCommunicator {
               lane.of_parts.set(rank, rank * block * sizeof(T), size_of(i, rank) * sizeof(T));
             gather(lane.whole.get(), size * sizeof(T), lane.parts.get(), lane.of_parts, lane.request);
           },
-          nothing,
           [&](Lane& lane, std::size_t i) {
             T* to = all.data() + i * block;
             for (std::size_t rank = 0; rank < ranks_; to += calls[rank++].own)
@@ -352,6 +369,7 @@ class MpiCommunicator {
         give_up("rank " + std::to_string(rank_) + " failed in a collective");
         throw;
       }
+      const std::lock_guard lock(mpi_);
       ++state_->collectives;
     });
   }
@@ -395,7 +413,7 @@ class MpiCommunicator {
   }
 
   // The blocks of a collective, two on their way at a time: start(lane, i), turn(lane, i) when that has arrived, finish
-  // when that has. Ranks make their calls of MPI in the same order, whatever arrives first.
+  // when that has; turn may be left out. Ranks make their calls of MPI in the same order, whatever arrives first.
   template <class Start, class Turn, class Finish>
   void pipeline(std::size_t blocks, Start start, Turn turn, Finish finish) {
     std::array<Lane, 2>& lanes = state_->lanes;
@@ -405,17 +423,17 @@ class MpiCommunicator {
         finish(lanes[i % 2], i - 2);
       }
       if (i < blocks) start(lanes[i % 2], i);
-      if (i >= 1 && i <= blocks) {
-        Lane& lane = lanes[(i - 1) % 2];
-        if constexpr (!std::same_as<Turn, Nothing>) {
-          arrive(lane);
-          turn(lane, i - 1);
-        }
+      if constexpr (!std::same_as<Turn, std::nullptr_t>) {
+        if (i == 0 || i > blocks) continue;
+        arrive(lanes[(i - 1) % 2]);
+        turn(lanes[(i - 1) % 2], i - 1);
       }
     }
   }
-  struct Nothing {};
-  static constexpr Nothing nothing = {};
+  template <class Start, class Finish>
+  void pipeline(std::size_t blocks, Start start, Finish finish) {
+    pipeline(blocks, start, nullptr, finish);
+  }
 
   // Elements of a block for each rank.
   template <class T>
@@ -441,6 +459,16 @@ class MpiCommunicator {
                          lane.parts.get(), lane.of_parts.sizes.data(), lane.of_parts.begins.data(), MPI_BYTE,
                          state_->group, &lane.request),
           "MPI_Ialltoallv");
+  }
+  // To every rank `size` values of its part of the input; the parts are `stride` apart.
+  template <class T>
+  void send_parts(Lane& lane, const T* in, std::size_t stride, std::size_t size) {
+    for (std::size_t rank = 0; rank < ranks_; ++rank) {
+      copy(in + rank * stride, lane.whole_as<T>() + rank * size, size);
+      lane.of_whole.set(rank, rank * size * sizeof(T), size * sizeof(T));
+      lane.of_parts.set(rank, rank * size * sizeof(T), size * sizeof(T));
+    }
+    exchange(lane);
   }
   void gather(const void* own, std::size_t bytes, std::byte* all, const Parts& parts, MPI_Request& request) {
     const std::lock_guard lock(mpi_);
@@ -544,9 +572,12 @@ class MpiCommunicator {
     if (!state.broken.empty()) return;
     state.broken = reason;
     Notice& notice = state.farewell.notice;
-    notice = {Notice::Kind::fails, state.collectives, {}};
+    notice = {Notice::Kind::fails, 0, {}};
     reason.copy(notice.reason.data(), notice.reason.size() - 1);
-    send(state.farewell);
+    try {
+      send(state.farewell);
+    } catch (const Error&) {  // those that do not hear it have their patience
+    }
   }
   void give_up(const std::string& reason) {
     const std::lock_guard lock(mpi_);
@@ -561,36 +592,31 @@ class MpiCommunicator {
            collective();
   }
 
-  // Says goodbye; whether all ranks have, and nothing is on its way any longer, so that all can be given back.
+  // Says goodbye, and waits a while for that of the others; whether nothing is on its way any longer.
   bool leave() noexcept try {
     State& state = *state_;
     int finalised = 0;
     MPI_Finalized(&finalised);
     if (finalised) return false;
-    const auto begin = std::chrono::steady_clock::now();
-    bool told = false;
-    for (int turn = 0;; ++turn) {
-      {
-        const std::lock_guard lock(mpi_);
-        hear();
-        if (!state.broken.empty()) return false;
-        if (!told) {
-          state.farewell.notice = {Notice::Kind::leaves, state.collectives, {}};
-          send(state.farewell);
-          told = true;
-        }
-        const auto others = ranks_ - 1;
-        const auto gone = std::count(state.left_after.begin(), state.left_after.end(), never);
-        if (static_cast<std::size_t>(gone) == ranks_ - others && sent(state.farewell) && sent(state.question)) {
-          check(MPI_Cancel(&state.hearing), "MPI_Cancel");
-          check(MPI_Wait(&state.hearing, MPI_STATUS_IGNORE), "MPI_Wait");
-          check(MPI_Comm_free(&state.group), "MPI_Comm_free");  // collective, but local wherever it is of use
-          return true;
-        }
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    bool told = false, all_told = false;
+    for (int turn = 0; !all_told && std::chrono::steady_clock::now() < end; pause(turn++)) {
+      const std::lock_guard lock(mpi_);
+      hear();
+      if (!state.broken.empty()) break;
+      if (!told) {
+        state.farewell.notice = {Notice::Kind::leaves, state.collectives, {}};
+        send(state.farewell);
+        told = true;
       }
-      if (std::chrono::steady_clock::now() - begin > std::chrono::seconds(1)) return false;
-      pause(turn);
+      const auto here = std::count(state.left_after.begin(), state.left_after.end(), never);
+      all_told = here == 1 && sent(state.farewell) && sent(state.question);
     }
+    const std::lock_guard lock(mpi_);
+    check(MPI_Cancel(&state.hearing), "MPI_Cancel");
+    check(MPI_Wait(&state.hearing, MPI_STATUS_IGNORE), "MPI_Wait");
+    if (all_told) check(MPI_Comm_free(&state.group), "MPI_Comm_free");  // collective by name, local in effect
+    return all_told;
   } catch (const Error&) {
     return false;
   }
