@@ -37,10 +37,12 @@ constexpr bool sanitized = true;
 constexpr bool sanitized = false;
 #endif
 
-// Whether they are cut: also where a simulator stands for the device.
+// Whether they are cut: also where a simulator stands for the device, and where every process does it all.
 inline bool cuts_long_runs() {
 #if defined(__CUDACC__)
   return sanitized || in_rank_order();
+#elif defined(SCAPE_TESTS_OVER_MPI)
+  return true;
 #else
   return sanitized;
 #endif

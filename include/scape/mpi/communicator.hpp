@@ -209,7 +209,7 @@ class MpiCommunicator {
   // What ranks tell each other beside the collectives.
   struct Notice {
     enum class Kind : std::uint32_t { waits, leaves, fails } kind = {};
-    std::uint64_t collective = 0;  // in which it waits; how many it has finished when it leaves
+    std::uint64_t collective = 0;  // in which it waits; how many it has finished when it leaves or fails
     std::array<char, 496> reason = {};
   };
   struct Outbox {
@@ -271,6 +271,7 @@ class MpiCommunicator {
     MPI_Request hearing = MPI_REQUEST_NULL;
     Outbox question, farewell;
     std::string broken;
+    std::uint64_t broken_at = never;  // earlier collectives have all that they need to end well
   };
 
   template <class T>
@@ -382,7 +383,7 @@ class MpiCommunicator {
     {
       const std::lock_guard lock(mpi_);
       hear();
-      if (!state.broken.empty()) throw Error(state.broken);
+      if (state.broken_at != never) throw Error(state.broken);
       check(MPI_Iallgather(&state.own, sizeof(Call), MPI_BYTE, state.calls.data(), sizeof(Call), MPI_BYTE, state.group,
                            &request),
             "MPI_Iallgather");
@@ -524,7 +525,9 @@ class MpiCommunicator {
           state.left_after[rank] = notice.collective;
           break;
         case Notice::Kind::fails:
-          if (state.broken.empty()) state.broken = notice.reason.data();
+          if (notice.collective >= state.broken_at) break;
+          state.broken = notice.reason.data();
+          state.broken_at = notice.collective;
       }
       listen();
     }
@@ -533,7 +536,7 @@ class MpiCommunicator {
   void look_around() {
     hear();
     const State& state = *state_;
-    if (!state.broken.empty()) throw Error(state.broken);
+    if (state.broken_at <= state.collectives) throw Error(state.broken);
     const auto gone = std::find_if(state.left_after.begin(), state.left_after.end(),
                                    [&](std::uint64_t finished) { return finished <= state.collectives; });
     if (gone != state.left_after.end())
@@ -569,10 +572,11 @@ class MpiCommunicator {
   // The group is of no use any longer; the first reason counts.
   void fail(const std::string& reason) {
     State& state = *state_;
-    if (!state.broken.empty()) return;
+    if (state.broken_at != never) return;
     state.broken = reason;
+    state.broken_at = state.collectives;
     Notice& notice = state.farewell.notice;
-    notice = {Notice::Kind::fails, 0, {}};
+    notice = {Notice::Kind::fails, state.collectives, {}};
     reason.copy(notice.reason.data(), notice.reason.size() - 1);
     try {
       send(state.farewell);
@@ -603,7 +607,7 @@ class MpiCommunicator {
     for (int turn = 0; !all_told && std::chrono::steady_clock::now() < end; pause(turn++)) {
       const std::lock_guard lock(mpi_);
       hear();
-      if (!state.broken.empty()) break;
+      if (state.broken_at != never) break;
       if (!told) {
         state.farewell.notice = {Notice::Kind::leaves, state.collectives, {}};
         send(state.farewell);
