@@ -7,37 +7,55 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 
 namespace scape::inline v0 {
 namespace detail {
 
-inline constexpr std::size_t select_block = 1024;             // elements whose keys are computed at once
+inline constexpr std::uint32_t key_end = 0x80000000;          // above all keys
+inline constexpr std::size_t select_block = 1024;             // elements whose keys are compared at once
+inline constexpr std::size_t select_chunk = 16 * tile_bits;   // elements that a thread takes at once
 inline constexpr std::size_t small_segment = 32 * tile_bits;  // most elements that one thread selects from alone
-inline constexpr std::size_t tiny_segment = 256;              // most that are sorted out without a histogram
-inline constexpr std::size_t few_candidates = 2048;           // most that are sorted out without further histograms
+inline constexpr std::size_t small_room = 8192;               // candidates of such a segment
 
-/// A run of a segment that one thread works on at a time, and what is known of it.
-struct alignas(64) SelectChunk {
-  std::array<std::uint32_t, 2048> bins;  ///< keys by their next 11 or 10 bits
-  std::size_t inside;                    ///< keys in the range in which the k-th lies
-  std::size_t kept;                      ///< how many of those are kept: the first ones, where not all
-  std::size_t first, last;               ///< its candidates
+/// Keys [low, high).
+struct KeyRange {
+  std::uint32_t low, high;
+  std::uint32_t width() const noexcept { return high - low; }
+  bool operator==(const KeyRange&) const = default;
 };
 
-/// Elements of a chunk: at least 65,536, and so many that a segment has at most 512 chunks.
-inline std::size_t chunk_elements(std::size_t count) noexcept {
-  return tile_bits * std::max<std::size_t>(16, count / (tile_bits * 512) + 1);
-}
-inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) / chunk_elements(count) + 1; }
+/// How many keys are above a range, and how many are in it or above.
+struct KeyCounts {
+  std::size_t above = 0, reached = 0;
+  std::size_t inside() const noexcept { return reached - above; }
+  void operator+=(const KeyCounts& other) noexcept {
+    above += other.above;
+    reached += other.reached;
+  }
+};
 
-/// Room for candidates: a bin of evenly spread values holds 1/16 of them at most.
-inline std::size_t candidates_for(std::size_t count) noexcept { return count / 14; }
+/// What is remembered of a segment's last threshold: that the next may lie less than `reach` from it. All zero at first.
+struct LastThreshold {
+  std::uint32_t key : 31, moves : 1;  ///< moves: so far from call to call that a sample tells more
+  std::uint32_t reach;
+};
+
+/// As many keys as are worth looking at to find a range that holds the k-th: then it takes about as long to look at
+/// them as to select among the 3 * count / sqrt(sample) keys, or fewer, that are in the range.
+inline std::size_t sample_size(std::size_t count) noexcept {
+  const double root = std::cbrt(static_cast<double>(count));
+  return static_cast<std::size_t>(root * root);
+}
+inline std::size_t candidates_for(std::size_t count) noexcept { return 4 * sample_size(count); }
 
 template <class Score>
 SCAPE_HOST_LOOP void compute_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
@@ -45,266 +63,406 @@ SCAPE_HOST_LOOP void compute_keys(Score score, std::size_t element, std::size_t 
   for (std::size_t i = 0; i < count; ++i) keys[i] = score_key(score(element + i, bit + i));
 }
 
-SCAPE_HOST_LOOP inline void compare_keys(const std::uint32_t* keys, std::size_t words, std::uint32_t bound,
-                                         MaskWord* bits) {
-  for (std::size_t w = 0; w < words; ++w) {
-    MaskWord word = 0;
-    for (std::size_t i = 0; i < word_bits; ++i) word |= static_cast<MaskWord>(keys[w * word_bits + i] >= bound) << i;
-    bits[w] = word;
+/// Keys `begin` to `end` of a sample: one from a place like random in every stride.
+template <class Score>
+SCAPE_HOST_LOOP void sample_keys(Score score, std::size_t element, std::size_t bit, std::size_t stride,
+                                 std::size_t begin, std::size_t end, std::uint32_t* keys) {
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::size_t place = i * stride + (i * 0x9e3779b97f4a7c15 >> 32) % stride;
+    keys[i] = score_key(score(element + place, bit + place));
   }
 }
 
+/// One bit a key: whether it is above the range, and whether it is in it or above.
+template <class Score>
+SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
+                                       KeyRange range, MaskWord* above, MaskWord* reached) {
+  KeyCounts counts;
+  const auto compare = [&](std::size_t begin, std::size_t bits) {
+    MaskWord larger = 0, larger_or_inside = 0;
+    for (std::size_t i = 0; i < bits; ++i) {
+      const std::uint32_t key = score_key(score(element + begin + i, bit + begin + i));
+      larger |= static_cast<MaskWord>(key >= range.high) << i;
+      larger_or_inside |= static_cast<MaskWord>(key >= range.low) << i;
+    }
+    above[begin / word_bits] = larger;
+    reached[begin / word_bits] = larger_or_inside;
+    counts.above += static_cast<std::size_t>(std::popcount(larger));
+    counts.reached += static_cast<std::size_t>(std::popcount(larger_or_inside));
+  };
+  std::size_t begin = 0;
+  for (; begin + word_bits <= count; begin += word_bits) compare(begin, word_bits);
+  if (begin != count) compare(begin, count - begin);
+  return counts;
+}
+
+/// Of fewer than 2^32 keys.
+SCAPE_HOST_LOOP inline std::size_t count_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
+  std::uint32_t reached = 0;
+  for (const std::uint32_t key : keys) reached += key >= bound;
+  return reached;
+}
+
+/// Bit by bit.
+inline std::uint32_t kth_largest(std::span<const std::uint32_t> keys, std::size_t k) {
+  std::uint32_t bound = 0;
+  for (std::uint32_t bit = key_end / 2; bit != 0; bit /= 2)
+    if (count_reached(keys, bound | bit) >= k) bound |= bit;
+  return bound;
+}
+
+/// Sets, of each word's bits in `reached` and not in `words`, the first `left`; counts them down.
+inline void join_first(std::span<MaskWord> words, const MaskWord* reached, std::size_t& left) {
+  for (std::size_t w = 0; w < words.size() && left != 0; ++w) {
+    MaskWord joined = reached[w] & ~words[w];
+    std::size_t count = static_cast<std::size_t>(std::popcount(joined));
+    for (; count > left; --count) joined ^= std::bit_floor(joined);
+    left -= count;
+    words[w] |= joined;
+  }
+}
+
+/// A run of a segment that one thread works on at a time.
+struct SelectChunk {
+  KeyCounts counts;  ///< of the last read
+  std::size_t kept;  ///< how many of the keys inside are kept: the first ones, where not all
+};
+inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) / select_chunk + 1; }
+
 /// Finds the k largest keys of one segment, the lower index first where they are equal, and writes its words.
 ///
-/// Radix selection: a histogram of the keys' top 11 bits tells in which bin the k-th lies; the next read writes the
-/// bits of what is above it and collects what is inside, in order of index, as candidates, among which the histograms
-/// of the next 10 and last 10 bits decide. A bin with more keys than there is room is narrowed by further reads
-/// instead.
+/// A range of keys that should hold the k-th is guessed, from the last call's threshold or else from a sample. One read
+/// writes the bits of the keys above it, counts, and collects the few keys inside as candidates, among which the rest is
+/// decided. Where the guess was wrong, or more keys are inside than there is room for, the counts narrow what is open
+/// and another guess is read; at worst down to one key that many elements share, the first of which one more read finds.
 template <class Score>
 class Selection {
  public:
-  /// With a pool, all chunks at once; without, there is one chunk.
+  /// One chunk for every select_chunk elements; they are worked on one after the other where there is no pool. The
+  /// scratch is aligned for candidates.
   Selection(Score score, std::size_t element, std::size_t bit, std::size_t count, MaskWord* words,
-            std::span<SelectChunk> chunks, std::span<std::uint64_t> candidates, HostPool* pool)
+            std::span<SelectChunk> chunks, std::span<std::byte> scratch, HostPool* pool)
       : score_(score),
         element_(element),
         bit_(bit),
         count_(count),
         words_(words),
         chunks_(chunks),
-        chunk_size_(chunks.size() == 1 ? count : chunk_elements(count)),
-        candidates_(candidates),
+        candidates_(reinterpret_cast<std::uint64_t*>(scratch.data())),
+        room_(scratch.size() / sizeof(std::uint64_t)),
+        sample_(reinterpret_cast<std::uint32_t*>(scratch.data()), sample_size(count)),
         pool_(pool) {}
 
-  void select(std::size_t k) {
-    if (k == count_) return for_chunks([this](std::size_t i) { keep_all(i); });
-    needed_ = k;
-    if (count_ <= tiny_segment) return sort_out_all();
-    bool collected = false;
-    for (const int shift : {20, 10, 0}) {
-      for_chunks([&](std::size_t i) { collected ? count_candidates(chunks_[i], shift) : count_elements(i, shift); });
-      const std::size_t inside = narrow(shift);
-      if (inside == needed_) break;
-      if (!collected && shift != 0 && inside <= candidates_.size()) {
-        collect();
-        if (inside <= few_candidates) return sort_out(candidates_.first(inside));
-        collected = true;
+  void select(std::size_t k, LastThreshold& last) {
+    if (k == count_) return run(chunks_.size(), [this](std::size_t i) { keep_all(i); });
+    k_ = k;
+    for (KeyRange guess = first_guess(last);; guess = next_guess()) {
+      const KeyCounts counts = read(guess);
+      if (counts.above >= k_) {
+        open_.low = guess.high;
+        counts_.reached = counts.above;
+      } else if (counts.reached < k_) {
+        open_.high = guess.low;
+        counts_.above = counts.reached;
+      } else {
+        open_ = guess;
+        counts_ = counts;
+        if (is_collected()) return remember(keep_candidates(), last);
+        if (guess.width() == 1) return keep_first(), remember(guess.low, last);
       }
     }
-    std::size_t left = needed_;
-    for (SelectChunk& chunk : chunks_) left -= chunk.kept = std::min(left, chunk.inside);
-    for_chunks([&](std::size_t i) { collected ? keep_candidates(chunks_[i]) : write_words<false>(i); });
   }
 
  private:
-  using Keys = std::array<std::uint32_t, select_block>;
-
   template <class F>
-  void for_chunks(F body) {
-    if (pool_ != nullptr) return pool_->run(chunks_.size(), body);
-    body(0);
+  void run(std::size_t count, F body) {
+    if (pool_ != nullptr) return pool_->run(count, body);
+    for (std::size_t i = 0; i < count; ++i) body(i);
   }
 
   template <class F>
   void for_blocks(std::size_t chunk, F body) {
-    const std::size_t end = std::min(count_, (chunk + 1) * chunk_size_);
-    for (std::size_t i = chunk * chunk_size_; i < end; i += select_block) body(i, std::min(select_block, end - i));
+    const std::size_t end = std::min(count_, (chunk + 1) * select_chunk);
+    for (std::size_t i = chunk * select_chunk; i < end; i += select_block) body(i, std::min(select_block, end - i));
   }
 
-  void keep_all(std::size_t i) {
-    for_blocks(i, [&](std::size_t begin, std::size_t count) {
+  void keep_all(std::size_t chunk) {
+    for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
       std::fill_n(words_ + begin / word_bits, words_for(count), ~MaskWord{0});
-      clear_tail(words_ + begin / word_bits, count);
+      if (count % word_bits != 0) words_[(begin + count) / word_bits] = (MaskWord{1} << count % word_bits) - 1;
     });
   }
 
-  static void clear_tail(MaskWord* words, std::size_t count) {
-    if (count % word_bits != 0) words[count / word_bits] &= (MaskWord{1} << count % word_bits) - 1;
+  // ---- Guesses
+
+  KeyRange first_guess(LastThreshold last) {
+    if (last.reach == 0 || last.moves) return next_guess();
+    return {last.key - std::min(last.key + 0u, last.reach - 1),
+            static_cast<std::uint32_t>(std::min(std::uint64_t{key_end}, std::uint64_t{last.key} + last.reach))};
   }
 
-  // Counts the keys in [low_, low_ + width_) by the bits above `shift`; two histograms take turns, since an increment
-  // waits for the one before it in the same place.
-  void count_elements(std::size_t i, int shift) {
-    alignas(64) Keys keys;
-    std::array<std::uint32_t, 2048> odd{};
-    std::array<std::uint32_t, 2048>& even = chunks_[i].bins;
-    even.fill(0);
-    for_blocks(i, [&](std::size_t begin, std::size_t count) {
-      compute_keys(score_, element_ + begin, bit_ + begin, count, keys.data());
-      for (std::size_t j = 0; j + 1 < count; j += 2) {
-        if (keys[j] - low_ < width_) ++even[(keys[j] - low_) >> shift];
-        if (keys[j + 1] - low_ < width_) ++odd[(keys[j + 1] - low_) >> shift];
-      }
-      if (count % 2 != 0 && keys[count - 1] - low_ < width_) ++even[(keys[count - 1] - low_) >> shift];
+  // A part of what is open, or all of it where that can be collected.
+  KeyRange next_guess() {
+    if (fits(open_, counts_.inside())) return open_;
+    take_sample();
+    const KeyRange guess = range_around_threshold();
+    margin_ *= 4;
+    if (guess.low < guess.high && guess != open_) return guess;
+    const std::uint32_t key = middle_key();
+    return {key, key + 1};
+  }
+
+  void take_sample() {
+    constexpr std::size_t part = 1024;
+    run((sample_.size() - 1) / part + 1, [this](std::size_t i) {
+      sample_keys(score_, element_, bit_, count_ / sample_.size(), i * part,
+                  std::min(sample_.size(), (i + 1) * part), sample_.data());
     });
-    for (std::size_t j = 0; j < odd.size(); ++j) even[j] += odd[j];
   }
 
-  void count_candidates(SelectChunk& chunk, int shift) {
-    chunk.bins.fill(0);
-    for (const std::uint64_t candidate : candidates_.subspan(chunk.first, chunk.last - chunk.first)) {
-      const std::uint32_t key = key_of(candidate) - low_;
-      if (key < width_) ++chunk.bins[key >> shift];
-    }
+  // Where the k-th key of all should be by the sample's keys, give or take their standard deviation times the margin.
+  KeyRange range_around_threshold() const {
+    const double size = static_cast<double>(sample_.size());
+    const double rank = size * static_cast<double>(k_) / static_cast<double>(count_);
+    const double error = margin_ * std::sqrt(rank * (1 - rank / size)) + 2;
+    KeyRange range = open_;
+    if (rank + error < size)
+      range.low = std::max(range.low, kth_largest(sample_, static_cast<std::size_t>(rank + error)));
+    if (rank - error >= 1)
+      range.high = std::min(range.high, kth_largest(sample_, static_cast<std::size_t>(rank - error)) + 1);
+    return range;
   }
 
-  // Narrows the range to the bin in which the k-th key lies; returns how many keys are inside.
-  std::size_t narrow(int shift) {
-    std::array<std::uint64_t, 2048> totals{};
-    for (const SelectChunk& chunk : chunks_)
-      for (std::size_t j = 0; j < totals.size(); ++j) totals[j] += chunk.bins[j];
-    std::size_t bin = (width_ >> shift) - 1;
-    for (; totals[bin] < needed_; --bin) needed_ -= totals[bin];
-    low_ += static_cast<std::uint32_t>(bin) << shift;
-    width_ = std::uint32_t{1} << shift;
-    for (SelectChunk& chunk : chunks_) chunk.inside = chunk.bins[bin];
-    return totals[bin];
+  // The median of the sample's keys that are open, or else just the middle.
+  std::uint32_t middle_key() const {
+    const std::size_t above = count_reached(sample_, open_.high), reached = count_reached(sample_, open_.low);
+    return above == reached ? open_.low + open_.width() / 2 : kth_largest(sample_, (above + reached + 1) / 2);
   }
 
-  // Writes the bits of all keys above the range and collects those inside; their keys count from low_ from now on.
-  void collect() {
-    std::size_t first = 0;
-    for (SelectChunk& chunk : chunks_) {
-      chunk.first = first;
-      chunk.last = first += chunk.inside;
-    }
-    for_chunks([this](std::size_t i) { write_words<true>(i); });
-    low_ = 0;
+  // For the next call: the threshold of this one, and where the next may be, given how far it moves from call to call
+  // and how close the keys are.
+  void remember(std::uint32_t threshold, LastThreshold& last) const {
+    const double keys_per_element = static_cast<double>(open_.width()) / static_cast<double>(counts_.inside());
+    const double limit = keys_per_element * static_cast<double>(sample_.size());
+    const double moved = last.reach == 0 ? 0 : std::abs(static_cast<double>(threshold) - last.key);
+    const double reach = std::max({4 * moved, last.reach / 2.0, limit / 16});
+    last.key = threshold & (key_end - 1);
+    last.moves = reach > limit;
+    last.reach = 1 + static_cast<std::uint32_t>(std::min({reach, 4 * limit, key_end / 2.0}));
   }
 
-  template <bool collecting>
-  void write_words(std::size_t i) {
-    alignas(64) Keys keys;
+  // ---- Reads
+
+  // Whether candidates from the range fit: so many, and each in 64 bits.
+  bool fits(KeyRange range, std::size_t inside) const {
+    return inside <= room_ && candidate_bits(range) <= 64;
+  }
+
+  KeyCounts read(KeyRange range) {
+    range_ = range;
+    found_ = 0;
+    run(chunks_.size(), [this](std::size_t i) { read_chunk(i); });
+    KeyCounts counts;
+    for (const SelectChunk& chunk : chunks_) counts += chunk.counts;
+    return counts;
+  }
+
+  void read_chunk(std::size_t i) {
     std::array<MaskWord, select_block / word_bits> reached;
-    std::size_t next = chunks_[i].first, left = chunks_[i].kept;
+    std::array<std::uint64_t, 2 * select_block> collected;
+    std::size_t pending = 0;
+    KeyCounts counts;
     for_blocks(i, [&](std::size_t begin, std::size_t count) {
-      compute_keys(score_, element_ + begin, bit_ + begin, count, keys.data());
-      const std::size_t used = words_for(count);
-      std::fill(keys.begin() + static_cast<std::ptrdiff_t>(count),
-                keys.begin() + static_cast<std::ptrdiff_t>(used * word_bits), 0);
-      MaskWord* const words = words_ + begin / word_bits;
-      compare_keys(keys.data(), used, low_ + width_, words);
-      compare_keys(keys.data(), used, low_, reached.data());
-      clear_tail(reached.data(), count);
-      for (std::size_t w = 0; w < used; ++w) {
-        MaskWord inside = reached[w] & ~words[w];
-        if constexpr (collecting) {
-          for (; inside != 0; inside &= inside - 1) {
-            const std::size_t j = w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
-            candidates_[next++] = candidate(keys[j] - low_, begin + j);
-          }
-        } else if (inside != 0) {
-          std::size_t count_inside = static_cast<std::size_t>(std::popcount(inside));
-          for (; count_inside > left; --count_inside) inside ^= std::bit_floor(inside);
-          left -= count_inside;
-          words[w] |= inside;
-        }
-      }
+      MaskWord* const above = words_ + begin / word_bits;
+      const KeyCounts block =
+          compare_keys(score_, element_ + begin, bit_ + begin, count, range_, above, reached.data());
+      counts += block;
+      if (block.inside() == 0 || !fits(range_, found_)) return;
+      collect(begin, {above, words_for(count)}, reached.data(), collected.data() + pending);
+      pending += block.inside();
+      if (pending >= select_block) add_candidates({collected.data(), std::exchange(pending, 0)});
     });
+    add_candidates({collected.data(), pending});
+    chunks_[i].counts = counts;
   }
 
-  void keep_candidates(SelectChunk& chunk) {
-    for (const std::uint64_t candidate : candidates_.subspan(chunk.first, chunk.last - chunk.first)) {
-      const std::uint32_t key = key_of(candidate);
-      if (key < low_) continue;
-      if (key - low_ < width_) {
-        if (chunk.kept == 0) continue;
-        --chunk.kept;
+ public:
+  SCAPE_HOST_LOOP void collect(std::size_t begin, std::span<const MaskWord> above, const MaskWord* reached, std::uint64_t* out) const {
+    for (std::size_t w = 0; w < above.size(); ++w)
+      for (MaskWord inside = reached[w] & ~above[w]; inside != 0; inside &= inside - 1) {
+        const std::size_t place = begin + w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
+        *out++ = candidate(score_key(score_(element_ + place, bit_ + place)), place);
       }
-      keep(candidate);
-    }
+  }
+ private:
+
+  void add_candidates(std::span<const std::uint64_t> collected) {
+    const std::size_t place = found_.fetch_add(collected.size(), std::memory_order_relaxed);
+    if (place + collected.size() <= room_) std::copy(collected.begin(), collected.end(), candidates_ + place);
   }
 
-  void sort_out_all() {
-    Keys keys;
-    compute_keys(score_, element_, bit_, count_, keys.data());
-    index_bits_ = 32;
-    for (std::size_t i = 0; i < count_; ++i) candidates_[i] = candidate(keys[i], i);
-    std::fill_n(words_, words_for(count_), 0);
-    sort_out(candidates_.first(count_));
-  }
+  // ---- Decisions
 
-  void sort_out(std::span<std::uint64_t> candidates) {
-    const auto end = candidates.begin() + static_cast<std::ptrdiff_t>(needed_);
-    std::nth_element(candidates.begin(), end, candidates.end(), std::greater());
-    std::for_each(candidates.begin(), end, [this](std::uint64_t candidate) { keep(candidate); });
-  }
+  bool is_collected() const { return fits(open_, counts_.inside()); }
 
-  // A candidate is a number: the larger is kept. All that collect() finds agree in all but the last 20 bits of the key.
-  std::uint64_t candidate(std::uint32_t key, std::uint64_t index) const {
-    return std::uint64_t{key} << index_bits_ | (index_mask() - index);
+  // A candidate is a number: the larger is kept.
+  std::uint64_t candidate(std::uint32_t key, std::size_t place) const {
+    return std::uint64_t{key - range_.low} << index_bits_ | (index_mask() - place);
   }
-  std::uint32_t key_of(std::uint64_t candidate) const { return static_cast<std::uint32_t>(candidate >> index_bits_); }
+  std::size_t candidate_bits(KeyRange range) const {
+    return index_bits_ + static_cast<std::size_t>(std::bit_width(range.width() - 1));
+  }
   std::uint64_t index_mask() const { return (std::uint64_t{1} << index_bits_) - 1; }
 
   void keep(std::uint64_t candidate) {
-    const std::uint64_t index = index_mask() - (candidate & index_mask());
-    words_[index / word_bits] |= MaskWord{1} << index % word_bits;
+    const std::uint64_t place = index_mask() - (candidate & index_mask());
+    words_[place / word_bits] |= MaskWord{1} << place % word_bits;
+  }
+
+  // Of the candidates; a histogram leaves few to be put in order. Returns the threshold.
+  std::uint32_t keep_candidates() {
+    constexpr std::size_t bin_bits = 10;
+    const std::span<std::uint64_t> all(candidates_, counts_.inside());
+    const std::size_t shift = std::max(candidate_bits(range_), bin_bits) - bin_bits;
+    std::array<std::size_t, std::size_t{1} << bin_bits> bins{};
+    for (const std::uint64_t value : all) ++bins[value >> shift];
+    std::size_t needed = k_ - counts_.above, bin = bins.size() - 1;
+    for (; bins[bin] < needed; --bin) needed -= bins[bin];
+
+    auto next = all.begin();  // those in the bin go to the front
+    for (const std::uint64_t value : all) {
+      if (value >> shift > bin) keep(value);
+      if (value >> shift == bin) *next++ = value;
+    }
+    const auto last = all.begin() + static_cast<std::ptrdiff_t>(needed - 1);
+    std::nth_element(all.begin(), last, next, std::greater());
+    std::for_each(all.begin(), last + 1, [this](std::uint64_t value) { keep(value); });
+    return range_.low + static_cast<std::uint32_t>(*last >> index_bits_);
+  }
+
+  // Of the keys inside, which are equal.
+  void keep_first() {
+    std::size_t left = k_ - counts_.above;
+    for (SelectChunk& chunk : chunks_) left -= chunk.kept = std::min(left, chunk.counts.inside());
+    run(chunks_.size(), [this](std::size_t i) {
+      std::array<MaskWord, select_block / word_bits> reached;
+      std::size_t kept = chunks_[i].kept;
+      if (kept == 0) return;
+      for_blocks(i, [&](std::size_t begin, std::size_t count) {
+        MaskWord* const words = words_ + begin / word_bits;
+        compare_keys(score_, element_ + begin, bit_ + begin, count, range_, words, reached.data());
+        join_first({words, words_for(count)}, reached.data(), kept);
+      });
+    });
   }
 
   Score score_;
-  std::size_t element_, bit_, count_;
+  std::size_t element_, bit_, count_, k_ = 0;
   MaskWord* words_;
   std::span<SelectChunk> chunks_;
-  std::size_t chunk_size_;
-  std::span<std::uint64_t> candidates_;
+  std::uint64_t* candidates_;
+  std::size_t room_;                 // for candidates
+  std::span<std::uint32_t> sample_;  // in the same memory
   HostPool* pool_;
-  int index_bits_ = 44;                                     // of a candidate; those above hold its key
-  std::uint32_t low_ = 0, width_ = std::uint32_t{1} << 31;  // the range of keys in which the k-th lies
-  std::size_t needed_ = 0;                                  // how many of them are kept
+  std::size_t index_bits_ = static_cast<std::size_t>(std::bit_width(count_));  // of a candidate; those above hold its key
+
+  KeyRange open_{0, key_end};      // where the k-th key is
+  KeyCounts counts_{0, count_};    // of that range
+  KeyRange range_{};               // of the last read
+  std::atomic<std::size_t> found_ = 0;  // keys in it
+  double margin_ = 3;
+};
+
+/// The same for at most tile_bits elements.
+template <class Score>
+void select_in_tile(Score score, const Tile& tile, std::size_t k, MaskWord* words) {
+  std::array<std::uint32_t, tile_bits> keys;
+  std::array<MaskWord, tile_bits / word_bits> reached;
+  compute_keys(score, tile.element, tile.bit, tile.count, keys.data());
+  const std::uint32_t threshold = kth_largest({keys.data(), tile.count}, k);
+  const auto key = [&](std::size_t i, std::size_t) { return float_of(keys[i]); };
+  const KeyCounts counts =
+      compare_keys(key, 0, 0, tile.count, {threshold, threshold + 1}, words, reached.data());
+  std::size_t left = k - counts.above;
+  join_first({words, words_for(tile.count)}, reached.data(), left);
+}
+
+/// The rank's segments that are not dense, by their first tiles.
+template <class F>
+void for_selected_segments(const MaskPlan& plan, int rank, F visit) {
+  const auto tiles = plan.tiles();
+  for (std::size_t i = plan.first_tile(rank); i < plan.first_dense_tile(rank);) {
+    const Segment& segment = plan.segments()[tiles[i].segment];
+    visit(tiles[i], segment);
+    i += (segment.count - 1) / tile_bits + 1;
+  }
+}
+
+struct SelectWorkspace {
+  std::size_t states = 0, chunks = 0, scratch = 0, bytes = 0;
+
+  SelectWorkspace(const MaskPlan& plan, int rank) {
+    std::size_t large = 0, largest = 0;
+    for_selected_segments(plan, rank, [&](const Tile&, const Segment& segment) {
+      large += segment.count > tile_bits;
+      largest = std::max(largest, segment.count);
+    });
+    if (large == 0) return;
+    chunks = large * sizeof(LastThreshold);
+    scratch = chunks;
+    if (largest > small_segment) {
+      scratch += chunks_for(largest) * sizeof(SelectChunk);
+      bytes = candidates_for(largest) * sizeof(std::uint64_t);
+    }
+    bytes += scratch + alignof(std::uint64_t);
+  }
 };
 
 }  // namespace detail
 
-/// Bytes that select_top works in: 0.7 an element of the rank's largest segment, 0.6 from 2^28 elements on; none where
-/// no segment has more than 131,072.
 inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const HostStream&) {
-  std::size_t largest = 0;
-  for (const Segment& segment : plan.segments())
-    if (segment.owner == rank && !segment.dense) largest = std::max(largest, segment.count);
-  if (largest <= detail::small_segment) return 0;
-  return alignof(detail::SelectChunk) + detail::chunks_for(largest) * sizeof(detail::SelectChunk) +
-         detail::candidates_for(largest) * sizeof(std::uint64_t);
+  return detail::SelectWorkspace(plan, rank).bytes;
 }
 
-/// Writes the rank's part of a mask: in each of its segments the bits of the k largest score_key(score(element, bit)),
-/// the lower index first where keys are equal. Computes every score twice; three or four times only where more than
-/// 1/14 of a segment agree with the k-th in exponent and three bits of the mantissa.
 template <class Score>
 void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score score, std::span<MaskWord> words,
                 std::span<std::byte> workspace, const HostStream& stream) {
   stream.enqueue([=, &plan, &pool = stream.pool()] {
+    const detail::SelectWorkspace layout(plan, rank);
+    void* place = workspace.data();
+    std::size_t room = workspace.size();
+    std::align(alignof(std::uint64_t), 0, place, room);
+    std::byte* const base = static_cast<std::byte*>(place);
+    const auto states = reinterpret_cast<detail::LastThreshold*>(base);
+    const auto chunks = reinterpret_cast<detail::SelectChunk*>(base + layout.chunks);
+
     const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
     const auto segment_of = [&](const Tile& tile) -> const Segment& { return plan.segments()[tile.segment]; };
-    const auto select = [&](const Tile& tile, std::span<detail::SelectChunk> chunks,
-                            std::span<std::uint64_t> candidates, HostPool* threads) {
-      const Segment& segment = segment_of(tile);
-      detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits, chunks,
-                        candidates, threads)
-          .select(plan.kept(segment, density));
+    const auto select_small = [&](const Tile& tile, const Segment& segment) {
+        std::array<detail::SelectChunk, 2> chunk;
+        alignas(8) std::array<std::byte, detail::small_room * 8> scratch;
+        detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits,
+                          {chunk.data(), detail::chunks_for(segment.count)}, scratch, nullptr)
+            .select(plan.kept(segment, density), states[tile.large]);
     };
-
     constexpr std::size_t run = 32;
     pool.run(words_for(tiles.size()), [&](std::size_t i) {
       for (const Tile& tile : tiles.subspan(i * run, std::min(run, tiles.size() - i * run))) {
-        if (tile.element != segment_of(tile).begin || segment_of(tile).count > detail::small_segment) continue;
-        detail::SelectChunk chunk;
-        std::array<std::uint64_t, detail::few_candidates> candidates;
-        select(tile, {&chunk, 1}, candidates, nullptr);
+        const Segment& segment = segment_of(tile);
+        if (tile.element != segment.begin || segment.count > detail::small_segment) continue;
+        if (segment.count <= tile_bits)
+          detail::select_in_tile(score, tile, plan.kept(segment, density), words.data() + tile.bit / word_bits);
+        else
+          select_small(tile, segment);
       }
     });
-
-    for (std::size_t i = 0; i < tiles.size(); i += (segment_of(tiles[i]).count - 1) / tile_bits + 1) {
-      const std::size_t count = segment_of(tiles[i]).count;
-      if (count <= detail::small_segment) continue;
-      void* place = workspace.data();
-      std::size_t room = workspace.size();
-      std::align(alignof(detail::SelectChunk), sizeof(detail::SelectChunk), place, room);
-      auto* const chunks = static_cast<detail::SelectChunk*>(place);
-      std::uninitialized_default_construct_n(chunks, detail::chunks_for(count));
-      auto* const candidates = reinterpret_cast<std::uint64_t*>(chunks + detail::chunks_for(count));
-      select(tiles[i], {chunks, detail::chunks_for(count)}, {candidates, detail::candidates_for(count)}, &pool);
-    }
+    detail::for_selected_segments(plan, rank, [&](const Tile& tile, const Segment& segment) {
+      if (segment.count <= detail::small_segment) return;
+      detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits,
+                        {chunks, detail::chunks_for(segment.count)},
+                        {base + layout.scratch, detail::candidates_for(segment.count) * 8}, &pool)
+          .select(plan.kept(segment, density), states[tile.large]);
+    });
 
     const std::size_t begin = plan.part_begin(rank), end = begin + plan.part_words()[static_cast<std::size_t>(rank)];
     const std::size_t used = tiles.empty() ? begin : tiles.back().bit / word_bits + words_for(tiles.back().count);
