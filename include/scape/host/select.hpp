@@ -43,25 +43,22 @@ struct KeyCounts {
   }
 };
 
-/// What is remembered of a segment's last threshold: that the next may lie less than `reach` from it. All zero at first.
+/// What is remembered of a segment's last threshold: that the next may lie less than `reach` from it. All zero at
+/// first.
 struct LastThreshold {
   std::uint32_t key : 31, moves : 1;  ///< moves: so far from call to call that a sample tells more
   std::uint32_t reach;
 };
 
-/// As many keys as are worth looking at to find a range that holds the k-th: then it takes about as long to look at
-/// them as to select among the 3 * count / sqrt(sample) keys, or fewer, that are in the range.
-inline std::size_t sample_size(std::size_t count) noexcept {
+/// count^(2/3): in that many of a segment's keys a range that holds the k-th is found in about as long as is then spent
+/// on the keys in it, three times as many at most.
+inline std::size_t share_of(std::size_t count) noexcept {
   const double root = std::cbrt(static_cast<double>(count));
   return static_cast<std::size_t>(root * root);
 }
-inline std::size_t candidates_for(std::size_t count) noexcept { return 4 * sample_size(count); }
-
-template <class Score>
-SCAPE_HOST_LOOP void compute_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
-                                  std::uint32_t* keys) {
-  for (std::size_t i = 0; i < count; ++i) keys[i] = score_key(score(element + i, bit + i));
-}
+/// All keys where they fit into a core's first cache.
+inline std::size_t sample_size(std::size_t count) noexcept { return count <= tile_bits ? count : share_of(count); }
+inline std::size_t candidates_for(std::size_t count) noexcept { return 3 * share_of(count); }
 
 /// Keys `begin` to `end` of a sample: one from a place like random in every stride.
 template <class Score>
@@ -96,18 +93,27 @@ SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::si
   return counts;
 }
 
-/// Of fewer than 2^32 keys.
+// Both of fewer than 2^32 keys.
 SCAPE_HOST_LOOP inline std::size_t count_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
   std::uint32_t reached = 0;
   for (const std::uint32_t key : keys) reached += key >= bound;
   return reached;
 }
 
-/// Bit by bit.
+SCAPE_HOST_LOOP inline std::uint32_t smallest_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
+  std::uint32_t smallest = key_end;
+  for (const std::uint32_t key : keys) smallest = std::min(smallest, key >= bound ? key : key_end);
+  return smallest;
+}
+
+/// Bit by bit, until a bound is found that only k keys reach.
 inline std::uint32_t kth_largest(std::span<const std::uint32_t> keys, std::size_t k) {
   std::uint32_t bound = 0;
-  for (std::uint32_t bit = key_end / 2; bit != 0; bit /= 2)
-    if (count_reached(keys, bound | bit) >= k) bound |= bit;
+  for (std::uint32_t bit = key_end / 2; bit != 0; bit /= 2) {
+    const std::size_t reached = count_reached(keys, bound | bit);
+    if (reached >= k) bound |= bit;
+    if (reached == k) return smallest_reached(keys, bound);
+  }
   return bound;
 }
 
@@ -132,9 +138,10 @@ inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) /
 /// Finds the k largest keys of one segment, the lower index first where they are equal, and writes its words.
 ///
 /// A range of keys that should hold the k-th is guessed, from the last call's threshold or else from a sample. One read
-/// writes the bits of the keys above it, counts, and collects the few keys inside as candidates, among which the rest is
-/// decided. Where the guess was wrong, or more keys are inside than there is room for, the counts narrow what is open
-/// and another guess is read; at worst down to one key that many elements share, the first of which one more read finds.
+/// writes the bits of the keys above it, counts, and collects the few keys inside as candidates, among which the rest
+/// is decided. Where the guess was wrong, or more keys are inside than there is room for, the counts narrow what is
+/// open and another guess is read; at worst down to one key that many elements share, the first of which one more read
+/// finds.
 template <class Score>
 class Selection {
  public:
@@ -149,7 +156,7 @@ class Selection {
         words_(words),
         chunks_(chunks),
         candidates_(reinterpret_cast<std::uint64_t*>(scratch.data())),
-        room_(scratch.size() / sizeof(std::uint64_t)),
+        room_(candidates_for(count)),
         sample_(reinterpret_cast<std::uint32_t*>(scratch.data()), sample_size(count)),
         pool_(pool) {}
 
@@ -205,18 +212,19 @@ class Selection {
   KeyRange next_guess() {
     if (fits(open_, counts_.inside())) return open_;
     take_sample();
+    if (sample_.size() == count_) return only(kth_largest(sample_, k_));
     const KeyRange guess = range_around_threshold();
     margin_ *= 4;
     if (guess.low < guess.high && guess != open_) return guess;
-    const std::uint32_t key = middle_key();
-    return {key, key + 1};
+    return only(middle_key());
   }
+  static KeyRange only(std::uint32_t key) { return {key, key + 1}; }
 
   void take_sample() {
     constexpr std::size_t part = 1024;
     run((sample_.size() - 1) / part + 1, [this](std::size_t i) {
-      sample_keys(score_, element_, bit_, count_ / sample_.size(), i * part,
-                  std::min(sample_.size(), (i + 1) * part), sample_.data());
+      sample_keys(score_, element_, bit_, count_ / sample_.size(), i * part, std::min(sample_.size(), (i + 1) * part),
+                  sample_.data());
     });
   }
 
@@ -243,7 +251,7 @@ class Selection {
   // and how close the keys are.
   void remember(std::uint32_t threshold, LastThreshold& last) const {
     const double keys_per_element = static_cast<double>(open_.width()) / static_cast<double>(counts_.inside());
-    const double limit = keys_per_element * static_cast<double>(sample_.size());
+    const double limit = keys_per_element * static_cast<double>(share_of(count_));
     const double moved = last.reach == 0 ? 0 : std::abs(static_cast<double>(threshold) - last.key);
     const double reach = std::max({4 * moved, last.reach / 2.0, limit / 16});
     last.key = threshold & (key_end - 1);
@@ -254,9 +262,7 @@ class Selection {
   // ---- Reads
 
   // Whether candidates from the range fit: so many, and each in 64 bits.
-  bool fits(KeyRange range, std::size_t inside) const {
-    return inside <= room_ && candidate_bits(range) <= 64;
-  }
+  bool fits(KeyRange range, std::size_t inside) const { return inside <= room_ && candidate_bits(range) <= 64; }
 
   KeyCounts read(KeyRange range) {
     range_ = range;
@@ -287,15 +293,16 @@ class Selection {
   }
 
  public:
-  SCAPE_HOST_LOOP void collect(std::size_t begin, std::span<const MaskWord> above, const MaskWord* reached, std::uint64_t* out) const {
+  SCAPE_HOST_LOOP void collect(std::size_t begin, std::span<const MaskWord> above, const MaskWord* reached,
+                               std::uint64_t* out) const {
     for (std::size_t w = 0; w < above.size(); ++w)
       for (MaskWord inside = reached[w] & ~above[w]; inside != 0; inside &= inside - 1) {
         const std::size_t place = begin + w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
         *out++ = candidate(score_key(score_(element_ + place, bit_ + place)), place);
       }
   }
- private:
 
+ private:
   void add_candidates(std::span<const std::uint64_t> collected) {
     const std::size_t place = found_.fetch_add(collected.size(), std::memory_order_relaxed);
     if (place + collected.size() <= room_) std::copy(collected.begin(), collected.end(), candidates_ + place);
@@ -319,25 +326,33 @@ class Selection {
     words_[place / word_bits] |= MaskWord{1} << place % word_bits;
   }
 
-  // Of the candidates; a histogram leaves few to be put in order. Returns the threshold.
+  // Of the candidates; returns the threshold.
   std::uint32_t keep_candidates() {
+    constexpr std::size_t few = 256;
+    std::size_t needed = k_ - counts_.above;
+    std::span<std::uint64_t> open(candidates_, counts_.inside());
+    if (open.size() > few) open = keep_upper_bins(open, needed);
+    const auto last = open.begin() + static_cast<std::ptrdiff_t>(needed - 1);
+    std::nth_element(open.begin(), last, open.end(), std::greater());
+    std::for_each(open.begin(), last + 1, [this](std::uint64_t value) { keep(value); });
+    return range_.low + static_cast<std::uint32_t>(*last >> index_bits_);
+  }
+
+  // Keeps those in the bins of a histogram above the one that holds the needed-th, and returns the rest of them, which
+  // is moved to the front, to choose from.
+  std::span<std::uint64_t> keep_upper_bins(std::span<std::uint64_t> all, std::size_t& needed) {
     constexpr std::size_t bin_bits = 10;
-    const std::span<std::uint64_t> all(candidates_, counts_.inside());
     const std::size_t shift = std::max(candidate_bits(range_), bin_bits) - bin_bits;
     std::array<std::size_t, std::size_t{1} << bin_bits> bins{};
     for (const std::uint64_t value : all) ++bins[value >> shift];
-    std::size_t needed = k_ - counts_.above, bin = bins.size() - 1;
+    std::size_t bin = bins.size() - 1;
     for (; bins[bin] < needed; --bin) needed -= bins[bin];
-
-    auto next = all.begin();  // those in the bin go to the front
+    std::size_t rest = 0;
     for (const std::uint64_t value : all) {
       if (value >> shift > bin) keep(value);
-      if (value >> shift == bin) *next++ = value;
+      if (value >> shift == bin) all[rest++] = value;
     }
-    const auto last = all.begin() + static_cast<std::ptrdiff_t>(needed - 1);
-    std::nth_element(all.begin(), last, next, std::greater());
-    std::for_each(all.begin(), last + 1, [this](std::uint64_t value) { keep(value); });
-    return range_.low + static_cast<std::uint32_t>(*last >> index_bits_);
+    return all.first(rest);
   }
 
   // Of the keys inside, which are equal.
@@ -364,51 +379,36 @@ class Selection {
   std::size_t room_;                 // for candidates
   std::span<std::uint32_t> sample_;  // in the same memory
   HostPool* pool_;
-  std::size_t index_bits_ = static_cast<std::size_t>(std::bit_width(count_));  // of a candidate; those above hold its key
+  std::size_t index_bits_ =
+      static_cast<std::size_t>(std::bit_width(count_));  // of a candidate; those above hold its key
 
-  KeyRange open_{0, key_end};      // where the k-th key is
-  KeyCounts counts_{0, count_};    // of that range
-  KeyRange range_{};               // of the last read
+  KeyRange open_{0, key_end};           // where the k-th key is
+  KeyCounts counts_{0, count_};         // of that range
+  KeyRange range_{};                    // of the last read
   std::atomic<std::size_t> found_ = 0;  // keys in it
-  double margin_ = 3;
+  double margin_ = 2.5;
 };
 
-/// The same for at most tile_bits elements.
-template <class Score>
-void select_in_tile(Score score, const Tile& tile, std::size_t k, MaskWord* words) {
-  std::array<std::uint32_t, tile_bits> keys;
-  std::array<MaskWord, tile_bits / word_bits> reached;
-  compute_keys(score, tile.element, tile.bit, tile.count, keys.data());
-  const std::uint32_t threshold = kth_largest({keys.data(), tile.count}, k);
-  const auto key = [&](std::size_t i, std::size_t) { return float_of(keys[i]); };
-  const KeyCounts counts =
-      compare_keys(key, 0, 0, tile.count, {threshold, threshold + 1}, words, reached.data());
-  std::size_t left = k - counts.above;
-  join_first({words, words_for(tile.count)}, reached.data(), left);
-}
-
-/// The rank's segments that are not dense, by their first tiles.
+/// visit(i, segment) for the segments that a rank selects in, i counting its tiles up to their first.
 template <class F>
 void for_selected_segments(const MaskPlan& plan, int rank, F visit) {
-  const auto tiles = plan.tiles();
-  for (std::size_t i = plan.first_tile(rank); i < plan.first_dense_tile(rank);) {
+  const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
+  for (std::size_t i = 0; i < tiles.size();) {
     const Segment& segment = plan.segments()[tiles[i].segment];
-    visit(tiles[i], segment);
+    visit(i, segment);
     i += (segment.count - 1) / tile_bits + 1;
   }
 }
 
 struct SelectWorkspace {
-  std::size_t states = 0, chunks = 0, scratch = 0, bytes = 0;
+  std::size_t chunks = 0, scratch = 0, bytes = 0;
 
   SelectWorkspace(const MaskPlan& plan, int rank) {
-    std::size_t large = 0, largest = 0;
-    for_selected_segments(plan, rank, [&](const Tile&, const Segment& segment) {
-      large += segment.count > tile_bits;
-      largest = std::max(largest, segment.count);
-    });
-    if (large == 0) return;
-    chunks = large * sizeof(LastThreshold);
+    std::size_t largest = 0;
+    for_selected_segments(plan, rank,
+                          [&](std::size_t, const Segment& segment) { largest = std::max(largest, segment.count); });
+    if (largest == 0) return;
+    chunks = (plan.first_dense_tile(rank) - plan.first_tile(rank)) * sizeof(LastThreshold);
     scratch = chunks;
     if (largest > small_segment) {
       scratch += chunks_for(largest) * sizeof(SelectChunk);
@@ -438,30 +438,26 @@ void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score 
 
     const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
     const auto segment_of = [&](const Tile& tile) -> const Segment& { return plan.segments()[tile.segment]; };
-    const auto select_small = [&](const Tile& tile, const Segment& segment) {
-        std::array<detail::SelectChunk, 2> chunk;
-        alignas(8) std::array<std::byte, detail::small_room * 8> scratch;
-        detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits,
-                          {chunk.data(), detail::chunks_for(segment.count)}, scratch, nullptr)
-            .select(plan.kept(segment, density), states[tile.large]);
-    };
     constexpr std::size_t run = 32;
-    pool.run(words_for(tiles.size()), [&](std::size_t i) {
-      for (const Tile& tile : tiles.subspan(i * run, std::min(run, tiles.size() - i * run))) {
+    pool.run(words_for(tiles.size()), [&](std::size_t r) {
+      std::array<detail::SelectChunk, 2> chunk;
+      alignas(8) std::array<std::byte, detail::small_room * 8> scratch;
+      for (std::size_t i = r * run; i < std::min(tiles.size(), (r + 1) * run); ++i) {
+        const Tile& tile = tiles[i];
         const Segment& segment = segment_of(tile);
         if (tile.element != segment.begin || segment.count > detail::small_segment) continue;
-        if (segment.count <= tile_bits)
-          detail::select_in_tile(score, tile, plan.kept(segment, density), words.data() + tile.bit / word_bits);
-        else
-          select_small(tile, segment);
+        detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits,
+                          {chunk.data(), detail::chunks_for(segment.count)}, scratch, nullptr)
+            .select(plan.kept(segment, density), states[i]);
       }
     });
-    detail::for_selected_segments(plan, rank, [&](const Tile& tile, const Segment& segment) {
+    detail::for_selected_segments(plan, rank, [&](std::size_t i, const Segment& segment) {
       if (segment.count <= detail::small_segment) return;
+      const Tile& tile = tiles[i];
       detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits,
                         {chunks, detail::chunks_for(segment.count)},
                         {base + layout.scratch, detail::candidates_for(segment.count) * 8}, &pool)
-          .select(plan.kept(segment, density), states[tile.large]);
+          .select(plan.kept(segment, density), states[i]);
     });
 
     const std::size_t begin = plan.part_begin(rank), end = begin + plan.part_words()[static_cast<std::size_t>(rank)];
