@@ -24,7 +24,8 @@ inline constexpr std::uint32_t key_end = 0x80000000;          // above all keys
 inline constexpr std::size_t select_block = 1024;             // elements whose keys are compared at once
 inline constexpr std::size_t select_chunk = 16 * tile_bits;   // elements that a thread takes at once
 inline constexpr std::size_t small_segment = 32 * tile_bits;  // most elements that one thread selects from alone
-inline constexpr std::size_t small_room = 8192;               // candidates of such a segment
+inline constexpr std::size_t small_room = 8192;               // for the candidates of such a segment
+inline constexpr std::size_t sample_run = 8;                  // elements side by side that a sample takes
 
 /// Keys [low, high).
 struct KeyRange {
@@ -43,34 +44,54 @@ struct KeyCounts {
   }
 };
 
-/// What is remembered of a segment's last threshold: that the next may lie less than `reach` from it. All zero at
-/// first.
+/// What is remembered of a segment: its last threshold, and that the next should be less than `reach` away. Zeros:
+/// nothing. A guess, whatever it holds.
 struct LastThreshold {
-  std::uint32_t key : 31, moves : 1;  ///< moves: so far from call to call that a sample tells more
+  std::uint32_t key : 31, jumps : 1;  ///< jumps: moves so far from call to call that a sample tells more
   std::uint32_t reach;
 };
 
-/// count^(2/3): in that many of a segment's keys a range that holds the k-th is found in about as long as is then spent
-/// on the keys in it, three times as many at most.
-inline std::size_t share_of(std::size_t count) noexcept {
+/// A run of a segment that one thread works on at a time.
+struct SelectChunk {
+  KeyCounts counts;  ///< of the last read
+  std::size_t kept;  ///< how many of the keys inside are kept: the first ones
+};
+inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) / select_chunk + 1; }
+
+inline int bits_for(std::uint64_t number) noexcept { return static_cast<int>(std::bit_width(number)); }
+
+/// A key of the range that was read, and where it is, as one number: the larger is kept, the lower index first.
+struct CandidateCode {
+  std::uint32_t low;  ///< of the range
+  int index_bits;
+  std::uint64_t index_mask() const { return (std::uint64_t{1} << index_bits) - 1; }
+  std::uint64_t encode(std::uint32_t key, std::size_t index) const {
+    return std::uint64_t{key - low} << index_bits | (index_mask() - index);
+  }
+  std::uint32_t key(std::uint64_t candidate) const { return low + static_cast<std::uint32_t>(candidate >> index_bits); }
+  std::size_t index(std::uint64_t candidate) const { return index_mask() - (candidate & index_mask()); }
+};
+
+/// count^(2/3): a sample of that many keys leaves about twice as many candidates, so that neither costs much more time
+/// than the other.
+inline std::size_t sample_share(std::size_t count) noexcept {
   const double root = std::cbrt(static_cast<double>(count));
   return static_cast<std::size_t>(root * root);
 }
-/// All keys where they fit into a core's first cache.
-inline std::size_t sample_size(std::size_t count) noexcept { return count <= tile_bits ? count : share_of(count); }
-inline std::size_t candidates_for(std::size_t count) noexcept { return 3 * share_of(count); }
+inline std::size_t candidates_for(std::size_t count) noexcept { return 3 * sample_share(count); }
 
-/// Keys `begin` to `end` of a sample: one from a place like random in every stride.
-template <class Score>
-SCAPE_HOST_LOOP void sample_keys(Score score, std::size_t element, std::size_t bit, std::size_t stride,
-                                 std::size_t begin, std::size_t end, std::uint32_t* keys) {
-  for (std::size_t i = begin; i < end; ++i) {
-    const std::size_t place = i * stride + (i * 0x9e3779b97f4a7c15 >> 32) % stride;
-    keys[i] = score_key(score(element + place, bit + place));
-  }
+/// Of a segment that fits into a core's first cache the sample is all.
+inline std::size_t sample_size(std::size_t count) noexcept {
+  return count <= tile_bits ? count : sample_share(count) / sample_run * sample_run;
 }
 
-/// One bit a key: whether it is above the range, and whether it is in it or above.
+template <class Score>
+SCAPE_HOST_LOOP void compute_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
+                                  std::uint32_t* keys) {
+  for (std::size_t i = 0; i < count; ++i) keys[i] = score_key(score(element + i, bit + i));
+}
+
+/// Writes one bit a key: whether it is above the range, and whether it is in it or above.
 template <class Score>
 SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
                                        KeyRange range, MaskWord* above, MaskWord* reached) {
@@ -93,32 +114,20 @@ SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::si
   return counts;
 }
 
-// Both of fewer than 2^32 keys.
-SCAPE_HOST_LOOP inline std::size_t count_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
-  std::uint32_t reached = 0;
-  for (const std::uint32_t key : keys) reached += key >= bound;
-  return reached;
+/// Encodes the keys inside the range, by the bits that compare_keys wrote. Those of a segment count from `begin`.
+template <class Score>
+SCAPE_HOST_LOOP void collect_keys(Score score, std::size_t element, std::size_t bit, std::size_t begin,
+                                  std::span<const MaskWord> above, const MaskWord* reached, CandidateCode code,
+                                  std::uint64_t* candidates) {
+  for (std::size_t w = 0; w < above.size(); ++w)
+    for (MaskWord inside = reached[w] & ~above[w]; inside != 0; inside &= inside - 1) {
+      const std::size_t i = begin + w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
+      *candidates++ = code.encode(score_key(score(element + i, bit + i)), i);
+    }
 }
 
-SCAPE_HOST_LOOP inline std::uint32_t smallest_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
-  std::uint32_t smallest = key_end;
-  for (const std::uint32_t key : keys) smallest = std::min(smallest, key >= bound ? key : key_end);
-  return smallest;
-}
-
-/// Bit by bit, until a bound is found that only k keys reach.
-inline std::uint32_t kth_largest(std::span<const std::uint32_t> keys, std::size_t k) {
-  std::uint32_t bound = 0;
-  for (std::uint32_t bit = key_end / 2; bit != 0; bit /= 2) {
-    const std::size_t reached = count_reached(keys, bound | bit);
-    if (reached >= k) bound |= bit;
-    if (reached == k) return smallest_reached(keys, bound);
-  }
-  return bound;
-}
-
-/// Sets, of each word's bits in `reached` and not in `words`, the first `left`; counts them down.
-inline void join_first(std::span<MaskWord> words, const MaskWord* reached, std::size_t& left) {
+/// Adds to the words the first `left` of the bits that `reached` has and they have not; counts them down.
+SCAPE_HOST_LOOP inline void join_first(std::span<MaskWord> words, const MaskWord* reached, std::size_t& left) {
   for (std::size_t w = 0; w < words.size() && left != 0; ++w) {
     MaskWord joined = reached[w] & ~words[w];
     std::size_t count = static_cast<std::size_t>(std::popcount(joined));
@@ -128,12 +137,28 @@ inline void join_first(std::span<MaskWord> words, const MaskWord* reached, std::
   }
 }
 
-/// A run of a segment that one thread works on at a time.
-struct SelectChunk {
-  KeyCounts counts;  ///< of the last read
-  std::size_t kept;  ///< how many of the keys inside are kept: the first ones, where not all
-};
-inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) / select_chunk + 1; }
+// Of fewer than 2^32 keys.
+SCAPE_HOST_LOOP inline std::size_t count_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
+  std::uint32_t reached = 0;
+  for (const std::uint32_t key : keys) reached += key >= bound;
+  return reached;
+}
+SCAPE_HOST_LOOP inline std::uint32_t smallest_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
+  std::uint32_t smallest = key_end;
+  for (const std::uint32_t key : keys) smallest = std::min(smallest, key >= bound ? key : key_end);
+  return smallest;
+}
+
+/// Bit by bit, until there is a bound that just k keys reach: vectors compare faster than anything sorts.
+inline std::uint32_t kth_largest(std::span<const std::uint32_t> keys, std::size_t k) {
+  std::uint32_t bound = 0;
+  for (std::uint32_t bit = key_end / 2; bit != 0; bit /= 2) {
+    const std::size_t reached = count_reached(keys, bound | bit);
+    if (reached >= k) bound |= bit;
+    if (reached == k) return smallest_reached(keys, bound);
+  }
+  return bound;
+}
 
 /// Finds the k largest keys of one segment, the lower index first where they are equal, and writes its words.
 ///
@@ -145,19 +170,18 @@ inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) /
 template <class Score>
 class Selection {
  public:
-  /// One chunk for every select_chunk elements; they are worked on one after the other where there is no pool. The
-  /// scratch is aligned for candidates.
+  /// One chunk for every select_chunk elements; they are worked on one after the other where there is no pool. Scratch:
+  /// candidates_for(count) numbers.
   Selection(Score score, std::size_t element, std::size_t bit, std::size_t count, MaskWord* words,
-            std::span<SelectChunk> chunks, std::span<std::byte> scratch, HostPool* pool)
+            std::span<SelectChunk> chunks, std::byte* scratch, HostPool* pool)
       : score_(score),
         element_(element),
         bit_(bit),
         count_(count),
         words_(words),
         chunks_(chunks),
-        candidates_(reinterpret_cast<std::uint64_t*>(scratch.data())),
-        room_(candidates_for(count)),
-        sample_(reinterpret_cast<std::uint32_t*>(scratch.data()), sample_size(count)),
+        candidates_(reinterpret_cast<std::uint64_t*>(scratch), candidates_for(count)),
+        sample_(reinterpret_cast<std::uint32_t*>(scratch), sample_size(count)),
         pool_(pool) {}
 
   void select(std::size_t k, LastThreshold& last) {
@@ -165,17 +189,17 @@ class Selection {
     k_ = k;
     for (KeyRange guess = first_guess(last);; guess = next_guess()) {
       const KeyCounts counts = read(guess);
-      if (counts.above >= k_) {
+      if (counts.above >= k) {
         open_.low = guess.high;
         counts_.reached = counts.above;
-      } else if (counts.reached < k_) {
+      } else if (counts.reached < k) {
         open_.high = guess.low;
         counts_.above = counts.reached;
       } else {
         open_ = guess;
         counts_ = counts;
-        if (is_collected()) return remember(keep_candidates(), last);
-        if (guess.width() == 1) return keep_first(), remember(guess.low, last);
+        if (can_collect(open_, counts_.inside())) return remember(keep_candidates(), last);
+        if (open_.width() == 1) return keep_first(), remember(open_.low, last);
       }
     }
   }
@@ -203,261 +227,243 @@ class Selection {
   // ---- Guesses
 
   KeyRange first_guess(LastThreshold last) {
-    if (last.reach == 0 || last.moves) return next_guess();
-    return {last.key - std::min(last.key + 0u, last.reach - 1),
-            static_cast<std::uint32_t>(std::min(std::uint64_t{key_end}, std::uint64_t{last.key} + last.reach))};
+    if (last.reach == 0 || last.jumps) return next_guess();
+    const std::uint32_t key = last.key;
+    return {key - std::min(key, last.reach - 1), key + std::min(key_end - key, last.reach)};
   }
 
   // A part of what is open, or all of it where that can be collected.
   KeyRange next_guess() {
-    if (fits(open_, counts_.inside())) return open_;
+    if (can_collect(open_, counts_.inside())) return open_;
     take_sample();
-    if (sample_.size() == count_) return only(kth_largest(sample_, k_));
-    const KeyRange guess = range_around_threshold();
+    const KeyRange guess = range_of_kth();
     margin_ *= 4;
     if (guess.low < guess.high && guess != open_) return guess;
-    return only(middle_key());
+    const std::uint32_t key = median_key();
+    return {key, key + 1};
   }
-  static KeyRange only(std::uint32_t key) { return {key, key + 1}; }
 
+  // All keys, or runs of them, one at a place like random in every stride.
   void take_sample() {
-    constexpr std::size_t part = 1024;
-    run((sample_.size() - 1) / part + 1, [this](std::size_t i) {
-      sample_keys(score_, element_, bit_, count_ / sample_.size(), i * part, std::min(sample_.size(), (i + 1) * part),
-                  sample_.data());
+    if (sample_.size() == count_) return compute_keys(score_, element_, bit_, count_, sample_.data());
+    constexpr std::size_t part = 128;
+    const std::size_t runs = sample_.size() / sample_run, stride = count_ / runs;
+    run((runs - 1) / part + 1, [=, this](std::size_t i) {
+      for (std::size_t r = i * part; r < std::min(runs, (i + 1) * part); ++r) {
+        const std::size_t place = r * stride + (r * 0x9e3779b97f4a7c15 >> 32) % (stride - sample_run + 1);
+        compute_keys(score_, element_ + place, bit_ + place, sample_run, sample_.data() + r * sample_run);
+      }
     });
   }
 
-  // Where the k-th key of all should be by the sample's keys, give or take their standard deviation times the margin.
-  KeyRange range_around_threshold() const {
+  // Where the k-th of all keys should be by the sample: at its place there, give or take the margin times the standard
+  // deviation of how many of the kept ones a sample has.
+  KeyRange range_of_kth() const {
     const double size = static_cast<double>(sample_.size());
     const double rank = size * static_cast<double>(k_) / static_cast<double>(count_);
-    const double error = margin_ * std::sqrt(rank * (1 - rank / size)) + 2;
-    KeyRange range = open_;
-    if (rank + error < size)
-      range.low = std::max(range.low, kth_largest(sample_, static_cast<std::size_t>(rank + error)));
-    if (rank - error >= 1)
-      range.high = std::min(range.high, kth_largest(sample_, static_cast<std::size_t>(rank - error)) + 1);
+    const double error = sample_.size() == count_ ? 0 : margin_ * std::sqrt(rank * (1 - rank / size)) + 2;
+    const auto first = static_cast<std::size_t>(std::max(rank - error, 0.0));
+    const auto last = static_cast<std::size_t>(rank + error);
+    const std::uint32_t low = last < sample_.size() ? kth_largest(sample_, last) : 0;
+    KeyRange range{std::max(open_.low, low), open_.high};
+    if (first != 0) range.high = std::min(range.high, (first == last ? low : kth_largest(sample_, first)) + 1);
     return range;
   }
 
-  // The median of the sample's keys that are open, or else just the middle.
-  std::uint32_t middle_key() const {
+  // Of the sample's keys that are open; or else just the middle.
+  std::uint32_t median_key() const {
     const std::size_t above = count_reached(sample_, open_.high), reached = count_reached(sample_, open_.low);
     return above == reached ? open_.low + open_.width() / 2 : kth_largest(sample_, (above + reached + 1) / 2);
   }
 
-  // For the next call: the threshold of this one, and where the next may be, given how far it moves from call to call
-  // and how close the keys are.
+  // For the next call. The threshold is looked for four times as far away as it has just moved, half as far as it was
+  // this time, or among a few elements, whichever is most; a sample tells more where that is too much.
   void remember(std::uint32_t threshold, LastThreshold& last) const {
     const double keys_per_element = static_cast<double>(open_.width()) / static_cast<double>(counts_.inside());
-    const double limit = keys_per_element * static_cast<double>(share_of(count_));
+    const double most = keys_per_element * static_cast<double>(sample_share(count_));
     const double moved = last.reach == 0 ? 0 : std::abs(static_cast<double>(threshold) - last.key);
-    const double reach = std::max({4 * moved, last.reach / 2.0, limit / 16});
+    const double reach = std::max({4 * moved, last.reach / 2.0, most / 16});
     last.key = threshold & (key_end - 1);
-    last.moves = reach > limit;
-    last.reach = 1 + static_cast<std::uint32_t>(std::min({reach, 4 * limit, key_end / 2.0}));
+    last.jumps = reach > most;
+    last.reach = 1 + static_cast<std::uint32_t>(std::min({reach, 4 * most, key_end / 2.0}));
   }
 
   // ---- Reads
 
-  // Whether candidates from the range fit: so many, and each in 64 bits.
-  bool fits(KeyRange range, std::size_t inside) const { return inside <= room_ && candidate_bits(range) <= 64; }
+  CandidateCode code(KeyRange range) const { return {range.low, bits_for(count_)}; }
+  int candidate_bits(KeyRange range) const { return bits_for(count_) + bits_for(range.width() - 1); }
+  bool can_collect(KeyRange range, std::size_t inside) const {
+    return inside <= candidates_.size() && candidate_bits(range) <= 64;
+  }
 
   KeyCounts read(KeyRange range) {
-    range_ = range;
     found_ = 0;
-    run(chunks_.size(), [this](std::size_t i) { read_chunk(i); });
+    run(chunks_.size(), [=, this](std::size_t i) { chunks_[i].counts = read_chunk(i, range); });
     KeyCounts counts;
     for (const SelectChunk& chunk : chunks_) counts += chunk.counts;
     return counts;
   }
 
-  void read_chunk(std::size_t i) {
+  KeyCounts read_chunk(std::size_t chunk, KeyRange range) {
     std::array<MaskWord, select_block / word_bits> reached;
     std::array<std::uint64_t, 2 * select_block> collected;
     std::size_t pending = 0;
     KeyCounts counts;
-    for_blocks(i, [&](std::size_t begin, std::size_t count) {
+    for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
       MaskWord* const above = words_ + begin / word_bits;
-      const KeyCounts block =
-          compare_keys(score_, element_ + begin, bit_ + begin, count, range_, above, reached.data());
+      const KeyCounts block = compare_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached.data());
       counts += block;
-      if (block.inside() == 0 || !fits(range_, found_)) return;
-      collect(begin, {above, words_for(count)}, reached.data(), collected.data() + pending);
+      if (block.inside() == 0 || !can_collect(range, found_)) return;
+      collect_keys(score_, element_, bit_, begin, {above, words_for(count)}, reached.data(), code(range),
+                   collected.data() + pending);
       pending += block.inside();
       if (pending >= select_block) add_candidates({collected.data(), std::exchange(pending, 0)});
     });
     add_candidates({collected.data(), pending});
-    chunks_[i].counts = counts;
+    return counts;
   }
 
- public:
-  SCAPE_HOST_LOOP void collect(std::size_t begin, std::span<const MaskWord> above, const MaskWord* reached,
-                               std::uint64_t* out) const {
-    for (std::size_t w = 0; w < above.size(); ++w)
-      for (MaskWord inside = reached[w] & ~above[w]; inside != 0; inside &= inside - 1) {
-        const std::size_t place = begin + w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
-        *out++ = candidate(score_key(score_(element_ + place, bit_ + place)), place);
-      }
-  }
-
- private:
   void add_candidates(std::span<const std::uint64_t> collected) {
     const std::size_t place = found_.fetch_add(collected.size(), std::memory_order_relaxed);
-    if (place + collected.size() <= room_) std::copy(collected.begin(), collected.end(), candidates_ + place);
+    if (place + collected.size() <= candidates_.size())
+      std::copy(collected.begin(), collected.end(), candidates_.data() + place);
   }
 
   // ---- Decisions
 
-  bool is_collected() const { return fits(open_, counts_.inside()); }
-
-  // A candidate is a number: the larger is kept.
-  std::uint64_t candidate(std::uint32_t key, std::size_t place) const {
-    return std::uint64_t{key - range_.low} << index_bits_ | (index_mask() - place);
-  }
-  std::size_t candidate_bits(KeyRange range) const {
-    return index_bits_ + static_cast<std::size_t>(std::bit_width(range.width() - 1));
-  }
-  std::uint64_t index_mask() const { return (std::uint64_t{1} << index_bits_) - 1; }
-
-  void keep(std::uint64_t candidate) {
-    const std::uint64_t place = index_mask() - (candidate & index_mask());
-    words_[place / word_bits] |= MaskWord{1} << place % word_bits;
-  }
-
-  // Of the candidates; returns the threshold.
+  // Of the candidates, in whatever order they were found. Returns the threshold.
   std::uint32_t keep_candidates() {
     constexpr std::size_t few = 256;
     std::size_t needed = k_ - counts_.above;
-    std::span<std::uint64_t> open(candidates_, counts_.inside());
-    if (open.size() > few) open = keep_upper_bins(open, needed);
-    const auto last = open.begin() + static_cast<std::ptrdiff_t>(needed - 1);
-    std::nth_element(open.begin(), last, open.end(), std::greater());
-    std::for_each(open.begin(), last + 1, [this](std::uint64_t value) { keep(value); });
-    return range_.low + static_cast<std::uint32_t>(*last >> index_bits_);
+    std::span<std::uint64_t> undecided = candidates_.first(counts_.inside());
+    if (undecided.size() > few) undecided = keep_upper_bins(undecided, needed);
+    const auto last = undecided.begin() + static_cast<std::ptrdiff_t>(needed - 1);
+    std::nth_element(undecided.begin(), last, undecided.end(), std::greater());
+    std::for_each(undecided.begin(), last + 1, [this](std::uint64_t candidate) { keep(candidate); });
+    return code(open_).key(*last);
   }
 
-  // Keeps those in the bins of a histogram above the one that holds the needed-th, and returns the rest of them, which
-  // is moved to the front, to choose from.
-  std::span<std::uint64_t> keep_upper_bins(std::span<std::uint64_t> all, std::size_t& needed) {
-    constexpr std::size_t bin_bits = 10;
-    const std::size_t shift = std::max(candidate_bits(range_), bin_bits) - bin_bits;
+  // By a histogram: keeps what is in bins above the one that the last of the needed is in, and moves that one's to the
+  // front.
+  std::span<std::uint64_t> keep_upper_bins(std::span<std::uint64_t> candidates, std::size_t& needed) {
+    constexpr int bin_bits = 10;
+    const int shift = std::max(candidate_bits(open_) - bin_bits, 0);
     std::array<std::size_t, std::size_t{1} << bin_bits> bins{};
-    for (const std::uint64_t value : all) ++bins[value >> shift];
+    for (const std::uint64_t candidate : candidates) ++bins[candidate >> shift];
     std::size_t bin = bins.size() - 1;
     for (; bins[bin] < needed; --bin) needed -= bins[bin];
-    std::size_t rest = 0;
-    for (const std::uint64_t value : all) {
-      if (value >> shift > bin) keep(value);
-      if (value >> shift == bin) all[rest++] = value;
+    std::size_t inside = 0;
+    for (const std::uint64_t candidate : candidates) {
+      if (candidate >> shift > bin) keep(candidate);
+      if (candidate >> shift == bin) candidates[inside++] = candidate;
     }
-    return all.first(rest);
+    return candidates.first(inside);
   }
 
-  // Of the keys inside, which are equal.
+  void keep(std::uint64_t candidate) {
+    const std::size_t index = code(open_).index(candidate);
+    words_[index / word_bits] |= MaskWord{1} << index % word_bits;
+  }
+
+  // Of the keys inside, which are all equal.
   void keep_first() {
     std::size_t left = k_ - counts_.above;
     for (SelectChunk& chunk : chunks_) left -= chunk.kept = std::min(left, chunk.counts.inside());
     run(chunks_.size(), [this](std::size_t i) {
-      std::array<MaskWord, select_block / word_bits> reached;
       std::size_t kept = chunks_[i].kept;
       if (kept == 0) return;
       for_blocks(i, [&](std::size_t begin, std::size_t count) {
+        std::array<MaskWord, select_block / word_bits> reached;
         MaskWord* const words = words_ + begin / word_bits;
-        compare_keys(score_, element_ + begin, bit_ + begin, count, range_, words, reached.data());
+        compare_keys(score_, element_ + begin, bit_ + begin, count, open_, words, reached.data());
         join_first({words, words_for(count)}, reached.data(), kept);
       });
     });
   }
 
   Score score_;
-  std::size_t element_, bit_, count_, k_ = 0;
+  std::size_t element_, bit_, count_;
   MaskWord* words_;
   std::span<SelectChunk> chunks_;
-  std::uint64_t* candidates_;
-  std::size_t room_;                 // for candidates
-  std::span<std::uint32_t> sample_;  // in the same memory
+  std::span<std::uint64_t> candidates_;
+  std::span<std::uint32_t> sample_;  // in the same memory: a sample is taken before candidates are collected
   HostPool* pool_;
-  std::size_t index_bits_ =
-      static_cast<std::size_t>(std::bit_width(count_));  // of a candidate; those above hold its key
 
+  std::size_t k_ = 0;
   KeyRange open_{0, key_end};           // where the k-th key is
   KeyCounts counts_{0, count_};         // of that range
-  KeyRange range_{};                    // of the last read
-  std::atomic<std::size_t> found_ = 0;  // keys in it
-  double margin_ = 2.5;
+  double margin_ = 2.5;                 // of the next guess
+  std::atomic<std::size_t> found_ = 0;  // candidates, whether there was room for them or not
 };
 
-/// visit(i, segment) for the segments that a rank selects in, i counting its tiles up to their first.
+/// visit(i, segment) for the segments that a rank selects in; the first tile of each is its i-th.
 template <class F>
 void for_selected_segments(const MaskPlan& plan, int rank, F visit) {
-  const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
-  for (std::size_t i = 0; i < tiles.size();) {
-    const Segment& segment = plan.segments()[tiles[i].segment];
-    visit(i, segment);
+  for (std::size_t i = plan.first_tile(rank); i < plan.first_dense_tile(rank);) {
+    const Segment& segment = plan.segments()[plan.tiles()[i].segment];
+    visit(i - plan.first_tile(rank), segment);
     i += (segment.count - 1) / tile_bits + 1;
   }
 }
 
+/// How a rank's selection lies in its workspace.
 struct SelectWorkspace {
-  std::size_t chunks = 0, scratch = 0, bytes = 0;
+  std::size_t chunks = 0, scratch = 0, bytes = 0;  // after the last thresholds, by tile; offsets, and the whole
 
   SelectWorkspace(const MaskPlan& plan, int rank) {
     std::size_t largest = 0;
-    for_selected_segments(plan, rank,
-                          [&](std::size_t, const Segment& segment) { largest = std::max(largest, segment.count); });
-    if (largest == 0) return;
-    chunks = (plan.first_dense_tile(rank) - plan.first_tile(rank)) * sizeof(LastThreshold);
-    scratch = chunks;
-    if (largest > small_segment) {
-      scratch += chunks_for(largest) * sizeof(SelectChunk);
-      bytes = candidates_for(largest) * sizeof(std::uint64_t);
-    }
-    bytes += scratch + alignof(std::uint64_t);
+    for_selected_segments(plan, rank, [&](std::size_t, const Segment& segment) {
+      if (segment.count > small_segment) largest = std::max(largest, segment.count);
+    });
+    const std::size_t tiles = plan.first_dense_tile(rank) - plan.first_tile(rank);
+    chunks = tiles * sizeof(LastThreshold);
+    scratch = chunks + (largest == 0 ? 0 : chunks_for(largest)) * sizeof(SelectChunk);
+    bytes = scratch + candidates_for(largest) * sizeof(std::uint64_t) + (tiles == 0 ? 0 : alignof(std::uint64_t));
   }
 };
 
 }  // namespace detail
 
+/// Bytes that select_top works in: 8 for each tile that the rank selects in, which remember the last call, and, where a
+/// segment has more than 131,072 elements, of the largest one 24 for every 65,536 elements and 24 * count^(2/3).
 inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const HostStream&) {
   return detail::SelectWorkspace(plan, rank).bytes;
 }
 
+/// Writes the rank's part of a mask: in each of its segments the bits of the k largest score_key(score(element, bit)),
+/// the lower index first where keys are equal. Computes every score once, and a few again; twice where more keys are
+/// equal to the k-th than there is room for, or where a guess fails: about once in a hundred times. At worst, with
+/// scores made for it, about 50 times.
 template <class Score>
 void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score score, std::span<MaskWord> words,
                 std::span<std::byte> workspace, const HostStream& stream) {
   stream.enqueue([=, &plan, &pool = stream.pool()] {
     const detail::SelectWorkspace layout(plan, rank);
-    void* place = workspace.data();
-    std::size_t room = workspace.size();
-    std::align(alignof(std::uint64_t), 0, place, room);
-    std::byte* const base = static_cast<std::byte*>(place);
-    const auto states = reinterpret_cast<detail::LastThreshold*>(base);
-    const auto chunks = reinterpret_cast<detail::SelectChunk*>(base + layout.chunks);
-
+    void* base = workspace.data();
+    std::size_t size = workspace.size();
+    std::align(alignof(std::uint64_t), 0, base, size);
+    const auto at = [base](std::size_t offset) { return static_cast<std::byte*>(base) + offset; };
     const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
-    const auto segment_of = [&](const Tile& tile) -> const Segment& { return plan.segments()[tile.segment]; };
+    const auto select = [&](std::size_t i, const Segment& segment, detail::SelectChunk* chunks, std::byte* scratch,
+                            HostPool* threads) {
+      detail::Selection(score, segment.begin, tiles[i].bit, segment.count, words.data() + tiles[i].bit / word_bits,
+                        {chunks, detail::chunks_for(segment.count)}, scratch, threads)
+          .select(plan.kept(segment, density), reinterpret_cast<detail::LastThreshold*>(at(0))[i]);
+    };
+
     constexpr std::size_t run = 32;
-    pool.run(words_for(tiles.size()), [&](std::size_t r) {
-      std::array<detail::SelectChunk, 2> chunk;
-      alignas(8) std::array<std::byte, detail::small_room * 8> scratch;
+    pool.run((tiles.size() + run - 1) / run, [&](std::size_t r) {
+      std::array<detail::SelectChunk, detail::small_segment / detail::select_chunk> chunks;
+      alignas(std::uint64_t) std::array<std::byte, detail::small_room * sizeof(std::uint64_t)> scratch;
       for (std::size_t i = r * run; i < std::min(tiles.size(), (r + 1) * run); ++i) {
-        const Tile& tile = tiles[i];
-        const Segment& segment = segment_of(tile);
-        if (tile.element != segment.begin || segment.count > detail::small_segment) continue;
-        detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits,
-                          {chunk.data(), detail::chunks_for(segment.count)}, scratch, nullptr)
-            .select(plan.kept(segment, density), states[i]);
+        const Segment& segment = plan.segments()[tiles[i].segment];
+        if (tiles[i].element == segment.begin && segment.count <= detail::small_segment)
+          select(i, segment, chunks.data(), scratch.data(), nullptr);
       }
     });
     detail::for_selected_segments(plan, rank, [&](std::size_t i, const Segment& segment) {
-      if (segment.count <= detail::small_segment) return;
-      const Tile& tile = tiles[i];
-      detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits,
-                        {chunks, detail::chunks_for(segment.count)},
-                        {base + layout.scratch, detail::candidates_for(segment.count) * 8}, &pool)
-          .select(plan.kept(segment, density), states[i]);
+      if (segment.count > detail::small_segment)
+        select(i, segment, reinterpret_cast<detail::SelectChunk*>(at(layout.chunks)), at(layout.scratch), &pool);
     });
 
     const std::size_t begin = plan.part_begin(rank), end = begin + plan.part_words()[static_cast<std::size_t>(rank)];
