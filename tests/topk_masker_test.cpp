@@ -462,8 +462,10 @@ TEST_CASE("a lambda is a score") {
   const scape::HostStream stream(pool);
   const MaskPlan plan = flat(5);
   const Values values = {1, 2, 4, 5, 4};
+  const scape::TopKMasker masker(plan, 0);
   Mask mask(1);
-  scape::TopKMasker(plan, 0).select([&](std::size_t i, std::size_t) { return 6 - values[i]; }, 0.4, mask, {}, stream);
+  std::vector<std::byte> workspace(masker.workspace_bytes(stream));
+  masker.select([&](std::size_t i, std::size_t) { return 6 - values[i]; }, 0.4, mask, workspace, stream);
   stream.synchronize();
   CHECK(mask == Mask{0b11});
 }
