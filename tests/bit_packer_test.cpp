@@ -505,7 +505,7 @@ TEST_CASE_TEMPLATE("positions past 2^31", Backend, SCAPE_BACKENDS) {
   CHECK(backend.read(flags) == std::vector<std::uint8_t>{0, 1, 0, 1, 0, 1, 0, 1, 0});
 
   const auto tiles = backend.array(
-      std::vector<scape::Tile>{{0, 0, 4096, 0, 0}, {4096, edge, 4096, 0, 0}, {8192, edge + 4096, 4096, 0, 0}});
+      std::vector<scape::Tile>{{0, 0, 0, 4096, 0, 0}, {4096, edge, 0, 4096, 0, 0}, {8192, edge + 4096, 0, 4096, 0, 0}});
   const auto first_tile = backend.array(std::vector<std::size_t>{0, 2, 3});
   const auto offsets = backend.array(std::vector<std::size_t>(3));
   BitPacker::offsets({tiles.span(), {}, first_tile.span()}, words.span(), edge, offsets.span(), backend.stream);

@@ -23,14 +23,14 @@ using namespace std::chrono_literals;
 
 // Rank 1 fails in step 20; a step is a handful of collectives.
 void train(const std::string& how) {
+  const std::vector<float> gradients(100'000, 1);
+  std::vector<float> parameters(100'000);
   scape::HostMemory memory;
   scape::HostPool pool(1);
-  scape::MpiCommunicator communicator(MPI_COMM_WORLD, {.patience = how == "stop" ? 500ms : 60'000ms});
+  scape::MpiCommunicator communicator(MPI_COMM_WORLD, {.patience = how == "stop" ? 2'000ms : 60'000ms});
   scape::HostStream compute(pool), side(pool);
   scape::AdamS optimizer(scape::FlatLayout(100'000, communicator.size()), communicator, memory, compute, side,
                          {.density = 0.1});
-  const std::vector<float> gradients(100'000, 1);
-  std::vector<float> parameters(100'000);
   for (int step = 0; step < 40; ++step) {
     if (communicator.rank() == 1 && step == 20) {
       if (how == "kill") kill(getpid(), SIGKILL);

@@ -60,7 +60,7 @@ struct MpiOptions {
 /// Ranks that call different collectives, one that leaves (its communicator is destroyed) while others wait, one that
 /// fails, and one that does not come within the patience make every rank's stream fail with scape::Error that names the
 /// rank, and all later collectives. MPI calls that fail are scape::Error too. A process that dies is a case for mpirun,
-/// which ends the job, else for the patience.
+/// which ends the job, else for the patience. After an error end with MPI_Abort: MPI_Finalize may wait for the dead.
 ///
 /// Making it is collective. Destroying it waits a second at most for the others to do the same; where they do not, or a
 /// collective has failed, the duplicate and the staging buffers stay for good, since MPI may still write there. Must
@@ -375,6 +375,11 @@ class MpiCommunicator {
     });
   }
 
+  void give_up(const std::string& reason) {
+    const std::lock_guard lock(mpi_);
+    fail(reason);
+  }
+
   // Returns when all ranks are here; throws on all unless they make the same call.
   void join(const Call& call) {
     State& state = *state_;
@@ -501,6 +506,35 @@ class MpiCommunicator {
       std::this_thread::sleep_for(std::chrono::microseconds(std::min(turn - yields + 1, longest)));
   }
 
+  // Says goodbye, and waits a while for that of the others; whether nothing is on its way any longer.
+  bool leave() noexcept try {
+    State& state = *state_;
+    int finalised = 0;
+    MPI_Finalized(&finalised);
+    if (finalised) return false;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    bool told = false, all_told = false;
+    for (int turn = 0; !all_told && std::chrono::steady_clock::now() < end; pause(turn++)) {
+      const std::lock_guard lock(mpi_);
+      hear();
+      if (state.broken_at != never) break;
+      if (!told) {
+        state.farewell.notice = {Notice::Kind::leaves, state.collectives, {}};
+        send(state.farewell);
+        told = true;
+      }
+      const auto here = std::count(state.left_after.begin(), state.left_after.end(), never);
+      all_told = here == 1 && sent(state.farewell) && sent(state.question);
+    }
+    const std::lock_guard lock(mpi_);
+    check(MPI_Cancel(&state.hearing), "MPI_Cancel");
+    check(MPI_Wait(&state.hearing, MPI_STATUS_IGNORE), "MPI_Wait");
+    if (all_told) check(MPI_Comm_free(&state.group), "MPI_Comm_free");  // collective by name, local in effect
+    return all_told;
+  } catch (const Error&) {
+    return false;
+  }
+
   // What follows is called with the mutex held.
 
   void listen() {
@@ -583,10 +617,6 @@ class MpiCommunicator {
     } catch (const Error&) {  // those that do not hear it have their patience
     }
   }
-  void give_up(const std::string& reason) {
-    const std::lock_guard lock(mpi_);
-    fail(reason);
-  }
 
   std::string collective() const {
     return name_of(state_->own.collective) + ", collective " + std::to_string(state_->collectives);
@@ -594,35 +624,6 @@ class MpiCommunicator {
   std::string waited_in_vain() const {
     return "rank " + std::to_string(rank_) + " has waited for " + std::to_string(patience_.count()) + " ms in " +
            collective();
-  }
-
-  // Says goodbye, and waits a while for that of the others; whether nothing is on its way any longer.
-  bool leave() noexcept try {
-    State& state = *state_;
-    int finalised = 0;
-    MPI_Finalized(&finalised);
-    if (finalised) return false;
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-    bool told = false, all_told = false;
-    for (int turn = 0; !all_told && std::chrono::steady_clock::now() < end; pause(turn++)) {
-      const std::lock_guard lock(mpi_);
-      hear();
-      if (state.broken_at != never) break;
-      if (!told) {
-        state.farewell.notice = {Notice::Kind::leaves, state.collectives, {}};
-        send(state.farewell);
-        told = true;
-      }
-      const auto here = std::count(state.left_after.begin(), state.left_after.end(), never);
-      all_told = here == 1 && sent(state.farewell) && sent(state.question);
-    }
-    const std::lock_guard lock(mpi_);
-    check(MPI_Cancel(&state.hearing), "MPI_Cancel");
-    check(MPI_Wait(&state.hearing, MPI_STATUS_IGNORE), "MPI_Wait");
-    if (all_told) check(MPI_Comm_free(&state.group), "MPI_Comm_free");  // collective by name, local in effect
-    return all_told;
-  } catch (const Error&) {
-    return false;
   }
 
   static void check(int result, const char* call) {
