@@ -137,27 +137,25 @@ SCAPE_HOST_LOOP inline void join_first(std::span<MaskWord> words, const MaskWord
   }
 }
 
-// Of fewer than 2^32 keys.
+/// Of fewer than 2^32 keys.
 SCAPE_HOST_LOOP inline std::size_t count_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
   std::uint32_t reached = 0;
   for (const std::uint32_t key : keys) reached += key >= bound;
   return reached;
 }
-SCAPE_HOST_LOOP inline std::uint32_t smallest_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
-  std::uint32_t smallest = key_end;
-  for (const std::uint32_t key : keys) smallest = std::min(smallest, key >= bound ? key : key_end);
-  return smallest;
-}
 
-/// Bit by bit, until there is a bound that just k keys reach: vectors compare faster than anything sorts.
-inline std::uint32_t kth_largest(std::span<const std::uint32_t> keys, std::size_t k) {
-  std::uint32_t bound = 0;
-  for (std::uint32_t bit = key_end / 2; bit != 0; bit /= 2) {
-    const std::size_t reached = count_reached(keys, bound | bit);
-    if (reached >= k) bound |= bit;
-    if (reached == k) return smallest_reached(keys, bound);
+/// A range that holds the k-th largest key, of one key or with no more than `few` inside. Halves it again and again:
+/// counting takes vectors little time.
+inline KeyRange range_of_kth(std::span<const std::uint32_t> keys, std::size_t k, std::size_t few) {
+  KeyRange range{0, key_end};
+  KeyCounts counts{0, keys.size()};
+  while (counts.inside() > few && range.width() > 1) {
+    const std::uint32_t middle = range.low + range.width() / 2;
+    const std::size_t reached = count_reached(keys, middle);
+    (reached >= k ? range.low : range.high) = middle;
+    (reached >= k ? counts.reached : counts.above) = reached;
   }
-  return bound;
+  return range;
 }
 
 /// Finds the k largest keys of one segment, the lower index first where they are equal, and writes its words.
@@ -205,6 +203,8 @@ class Selection {
   }
 
  private:
+  static constexpr std::size_t few = 16;
+
   template <class F>
   void run(std::size_t count, F body) {
     if (pool_ != nullptr) return pool_->run(count, body);
@@ -236,56 +236,70 @@ class Selection {
   KeyRange next_guess() {
     if (can_collect(open_, counts_.inside())) return open_;
     take_sample();
-    const KeyRange guess = range_of_kth();
+    const KeyRange likely = sample_.size() == count_ ? range_of_kth(sample_, k_, few) : likely_range();
+    const KeyRange guess{std::max(open_.low, likely.low), std::min(open_.high, likely.high)};
     margin_ *= 4;
-    if (guess.low < guess.high && guess != open_) return guess;
-    const std::uint32_t key = median_key();
-    return {key, key + 1};
+    return guess.low < guess.high && guess != open_ ? guess : median_key();
   }
 
   // All keys, or runs of them, one at a place like random in every stride.
   void take_sample() {
     if (sample_.size() == count_) return compute_keys(score_, element_, bit_, count_, sample_.data());
     constexpr std::size_t part = 128;
-    const std::size_t runs = sample_.size() / sample_run, stride = count_ / runs;
+    const std::size_t runs = sample_.size() / sample_run, stride = count_ / runs, rest = count_ % runs;
     run((runs - 1) / part + 1, [=, this](std::size_t i) {
       for (std::size_t r = i * part; r < std::min(runs, (i + 1) * part); ++r) {
-        const std::size_t place = r * stride + (r * 0x9e3779b97f4a7c15 >> 32) % (stride - sample_run + 1);
+        const std::size_t shift = (r * 0x9e3779b97f4a7c15 >> 32) % (stride - sample_run + 1);
+        const std::size_t place = r * stride + r * rest / runs + shift;
         compute_keys(score_, element_ + place, bit_ + place, sample_run, sample_.data() + r * sample_run);
       }
     });
   }
 
-  // Where the k-th of all keys should be by the sample: at its place there, give or take the margin times the standard
-  // deviation of how many of the kept ones a sample has.
-  KeyRange range_of_kth() const {
+  // From the key that should be the k-th of all, by its place in the sample, as far as the margin times the standard
+  // deviation of how many of the k are in a sample.
+  KeyRange likely_range() const {
     const double size = static_cast<double>(sample_.size());
     const double rank = size * static_cast<double>(k_) / static_cast<double>(count_);
-    const double error = sample_.size() == count_ ? 0 : margin_ * std::sqrt(rank * (1 - rank / size)) + 2;
-    const auto first = static_cast<std::size_t>(std::max(rank - error, 0.0));
-    const auto last = static_cast<std::size_t>(rank + error);
-    const std::uint32_t low = last < sample_.size() ? kth_largest(sample_, last) : 0;
-    KeyRange range{std::max(open_.low, low), open_.high};
-    if (first != 0) range.high = std::min(range.high, (first == last ? low : kth_largest(sample_, first)) + 1);
+    const double error = margin_ * std::sqrt(rank * (1 - rank / size)) + 2;
+    const auto accuracy = static_cast<std::size_t>(error / 16);
+    KeyRange range{0, key_end};
+    if (rank + error < size) range.low = range_of_kth(sample_, static_cast<std::size_t>(rank + error), accuracy).low;
+    if (rank - error >= 1) range.high = range_of_kth(sample_, static_cast<std::size_t>(rank - error), accuracy).high;
     return range;
   }
 
-  // Of the sample's keys that are open; or else just the middle.
-  std::uint32_t median_key() const {
+  // The one of the sample's keys that are open; or else just the middle.
+  KeyRange median_key() const {
     const std::size_t above = count_reached(sample_, open_.high), reached = count_reached(sample_, open_.low);
-    return above == reached ? open_.low + open_.width() / 2 : kth_largest(sample_, (above + reached + 1) / 2);
+    const std::uint32_t middle = open_.low + open_.width() / 2;
+    return above == reached ? KeyRange{middle, middle + 1} : range_of_kth(sample_, (above + reached + 1) / 2, 0);
   }
 
-  // For the next call. The threshold is looked for four times as far away as it has just moved, half as far as it was
-  // this time, or among a few elements, whichever is most; a sample tells more where that is too much.
+  // For the next call. The threshold is looked for four times as far away as it has just moved, half as far as this
+  // time, or among a few elements, whichever is most; a sample tells more where that is too much.
   void remember(std::uint32_t threshold, LastThreshold& last) const {
-    const double keys_per_element = static_cast<double>(open_.width()) / static_cast<double>(counts_.inside());
-    const double most = keys_per_element * static_cast<double>(sample_share(count_));
-    const double moved = last.reach == 0 ? 0 : std::abs(static_cast<double>(threshold) - last.key);
-    const double reach = std::max({4 * moved, last.reach / 2.0, most / 16});
+    const double most = spacing(threshold) * static_cast<double>(std::min(sample_share(count_), 2 * k_));
+    const double moved = std::abs(static_cast<double>(threshold) - last.key);
+    const double before = last.reach == 0 ? 0 : last.reach - 1;
+    const double reach = std::max({4 * moved, before / 2, most / 16});
     last.key = threshold & (key_end - 1);
     last.jumps = reach > most;
     last.reach = 1 + static_cast<std::uint32_t>(std::min({reach, 4 * most, key_end / 2.0}));
+  }
+
+  // From one element's key to the next, on average, near the threshold: in the last range, up to where it has a bound.
+  double spacing(std::uint32_t threshold) const {
+    double keys = 0, elements = 1;
+    if (open_.low != 0) {
+      keys += threshold - open_.low + 1;
+      elements += static_cast<double>(counts_.reached - k_);
+    }
+    if (open_.high != key_end) {
+      keys += open_.high - threshold;
+      elements += static_cast<double>(k_ - counts_.above);
+    }
+    return keys / elements;
   }
 
   // ---- Reads
@@ -333,10 +347,9 @@ class Selection {
 
   // Of the candidates, in whatever order they were found. Returns the threshold.
   std::uint32_t keep_candidates() {
-    constexpr std::size_t few = 256;
     std::size_t needed = k_ - counts_.above;
     std::span<std::uint64_t> undecided = candidates_.first(counts_.inside());
-    if (undecided.size() > few) undecided = keep_upper_bins(undecided, needed);
+    if (undecided.size() > 16 * few) undecided = keep_upper_bins(undecided, needed);
     const auto last = undecided.begin() + static_cast<std::ptrdiff_t>(needed - 1);
     std::nth_element(undecided.begin(), last, undecided.end(), std::greater());
     std::for_each(undecided.begin(), last + 1, [this](std::uint64_t candidate) { keep(candidate); });
