@@ -523,8 +523,8 @@ TEST_CASE("positions of more than 32 bits are coded and decoded") {
     for (std::size_t& value : values) value = random() >> (64 - count);
     Words low(scape::words_for(kept * count) + 1), expected = low;
     {
-      scape::detail::BitSetter setter(low.data(), true);
-      for (std::size_t i = 0; i < kept; ++i) scape::detail::set_low(setter, i * count, count, values[i]);
+      scape::detail::BitAppender appender(low.data(), 0);
+      for (const std::size_t value : values) appender.append(value, count);
     }
     for (std::size_t i = 0; i < kept; ++i)
       for (std::size_t j = 0; j < count; ++j)

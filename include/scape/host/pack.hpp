@@ -12,6 +12,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <utility>
@@ -86,8 +87,10 @@ SCAPE_HOST_LOOP inline void unpack_run(const MaskWord* words, std::size_t bit, s
 
 SCAPE_HOST_LOOP inline std::size_t count_bits(const MaskWord* words, std::size_t count) {
   std::size_t sum = 0, i = 0;
-  for (; i + 2 <= count; i += 2)
-    sum += static_cast<std::size_t>(std::popcount(std::uint64_t{words[i + 1]} << word_bits | words[i]));
+  for (std::uint64_t pair; i + 2 <= count; i += 2) {
+    std::memcpy(&pair, words + i, sizeof pair);
+    sum += static_cast<std::size_t>(std::popcount(pair));
+  }
   if (i < count) sum += static_cast<std::size_t>(std::popcount(words[i]));
   return sum;
 }
@@ -129,15 +132,14 @@ class BitSetter {
     flush();
   }
 
-  void set(std::size_t word, MaskWord bits) {
-    if (word != word_) {
+  void set(std::size_t position) {
+    if (position / word_bits != word_) {
       flush();
-      word_ = word;
+      word_ = position / word_bits;
       bits_ = 0;
     }
-    bits_ |= bits;
+    bits_ |= MaskWord{1} << (position % word_bits);
   }
-  void set(std::size_t position) { set(position / word_bits, MaskWord{1} << (position % word_bits)); }
 
  private:
   void flush() {
@@ -153,14 +155,44 @@ class BitSetter {
   MaskWord bits_ = 0;
 };
 
-/// Sets the bits of value, of which there are `count`, from `bit` on.
-inline void set_low(BitSetter& low, std::size_t bit, std::size_t count, std::size_t value) {
-  const std::size_t shift = bit % word_bits;
-  const std::uint64_t part = std::uint64_t{static_cast<MaskWord>(value)} << shift;
-  low.set(bit / word_bits, static_cast<MaskWord>(part));
-  if (shift + count > word_bits) low.set(bit / word_bits + 1, static_cast<MaskWord>(part >> word_bits));
-  if (count > word_bits) set_low(low, bit + word_bits, count - word_bits, value >> word_bits);
-}
+/// Appends bits from `bit` on in words that were zero before the loop, of which the first and the last word may be
+/// another thread's too.
+class BitAppender {
+ public:
+  BitAppender(MaskWord* words, std::size_t bit) : word_(words + bit / word_bits), used_(bit % word_bits) {}
+  BitAppender(const BitAppender&) = delete;
+  ~BitAppender() {
+    if (bits_ != 0) std::atomic_ref(*word_).fetch_or(static_cast<MaskWord>(bits_), std::memory_order_relaxed);
+  }
+
+  /// The last `count` bits of value; the others must be 0.
+  void append(std::uint64_t value, std::size_t count) {
+    if (count > word_bits) {
+      append_part(static_cast<MaskWord>(value), word_bits);
+      value >>= word_bits;
+      count -= word_bits;
+    }
+    append_part(value, count);
+  }
+
+ private:
+  void append_part(std::uint64_t value, std::size_t count) {
+    bits_ |= value << used_;
+    used_ += count;
+    if (used_ < word_bits) return;
+    const std::atomic_ref word(*word_++);
+    const MaskWord full = static_cast<MaskWord>(bits_);
+    shared_ ? void(word.fetch_or(full, std::memory_order_relaxed)) : word.store(full, std::memory_order_relaxed);
+    shared_ = false;
+    bits_ >>= word_bits;
+    used_ -= word_bits;
+  }
+
+  MaskWord* word_;
+  std::uint64_t bits_ = 0;
+  std::size_t used_;
+  bool shared_ = true;
+};
 
 /// The `count` bits from `bit` on. Where there are any, the word after them is read, too: the high part is there.
 inline std::size_t get_low(const MaskWord* words, std::size_t bit, std::size_t count) {
@@ -188,9 +220,10 @@ SCAPE_HOST_LOOP inline bool mark_part(const std::size_t* indices, std::size_t co
 SCAPE_HOST_LOOP inline void encode_part(const EliasFano& code, const MaskWord* words, std::size_t begin,
                                         std::size_t end, std::size_t i, MaskWord* out) {
   const std::size_t bits = code.low_bits(), low_mask = (std::size_t{1} << bits) - 1;
-  BitSetter low(out, true), high(out + code.low_words(), true);
+  BitAppender low(out, i * bits);
+  BitSetter high(out + code.low_words(), true);
   for_each_bit(words, begin, end, [&](std::size_t position) {
-    set_low(low, i * bits, bits, position & low_mask);
+    low.append(position & low_mask, bits);
     high.set((position >> bits) + i++);
   });
 }
