@@ -203,7 +203,8 @@ class Selection {
   }
 
  private:
-  static constexpr std::size_t few = 16;
+  static constexpr std::size_t few = 16;           // candidates to be left by a guess from all keys
+  static constexpr std::size_t few_to_sort = 256;  // candidates among which no histogram is needed
 
   template <class F>
   void run(std::size_t count, F body) {
@@ -256,8 +257,8 @@ class Selection {
     });
   }
 
-  // From the key that should be the k-th of all, by its place in the sample, as far as the margin times the standard
-  // deviation of how many of the k are in a sample.
+  // Around the key whose place in the sample is that of the k-th among all: as far as the margin times the standard
+  // deviation of how many of the k a sample has.
   KeyRange likely_range() const {
     const double size = static_cast<double>(sample_.size());
     const double rank = size * static_cast<double>(k_) / static_cast<double>(count_);
@@ -269,7 +270,7 @@ class Selection {
     return range;
   }
 
-  // The one of the sample's keys that are open; or else just the middle.
+  // Of the sample's keys that are open, or just the middle where none is: what bounds the worst case.
   KeyRange median_key() const {
     const std::size_t above = count_reached(sample_, open_.high), reached = count_reached(sample_, open_.low);
     const std::uint32_t middle = open_.low + open_.width() / 2;
@@ -349,7 +350,7 @@ class Selection {
   std::uint32_t keep_candidates() {
     std::size_t needed = k_ - counts_.above;
     std::span<std::uint64_t> undecided = candidates_.first(counts_.inside());
-    if (undecided.size() > 16 * few) undecided = keep_upper_bins(undecided, needed);
+    if (undecided.size() > few_to_sort) undecided = keep_upper_bins(undecided, needed);
     const auto last = undecided.begin() + static_cast<std::ptrdiff_t>(needed - 1);
     std::nth_element(undecided.begin(), last, undecided.end(), std::greater());
     std::for_each(undecided.begin(), last + 1, [this](std::uint64_t candidate) { keep(candidate); });
