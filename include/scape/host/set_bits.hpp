@@ -61,7 +61,10 @@ class SetBits {
   }
 
   // First the pairs of words in which there are any, then the numbers in each: the bytes 0 to 63, compressed.
-  [[gnu::target("arch=x86-64-v4,avx512vbmi2")]] void find_avx512(const MaskWord* first, std::size_t count) {
+  // Not arch=..., which would take away what the command line allows and the intrinsics then use. Not inlined, since
+  // clones of the caller for other targets come later.
+  [[gnu::noinline, gnu::target("avx2,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2")]] void
+  find_avx512(const MaskWord* first, std::size_t count) {
     std::uint64_t pairs[words / 2 + 8], pairs_at[words / 2 + 8];
     std::size_t used = 0;
     __m512i at = _mm512_setr_epi64(0, 64, 128, 192, 256, 320, 384, 448);
