@@ -15,6 +15,7 @@
 #include <numbers>
 #include <optional>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -57,13 +58,19 @@ class Team {
   std::exception_ptr error_;
 };
 
-// Bytes that a network interface has sent; 0 without a name.
+// Bytes that a network interface of this process's namespace has sent; 0 without a name.
 double bytes_sent_by(const std::string& interface) {
   if (interface.empty()) return 0;
-  const std::string path = "/sys/class/net/" + interface + "/statistics/tx_bytes";
-  double bytes = 0;
-  if (!(std::ifstream(path) >> bytes)) throw std::runtime_error("cannot read " + path);
-  return bytes;
+  std::ifstream file("/proc/self/net/dev");
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream fields(line);
+    std::string name;
+    if (!std::getline(fields >> std::ws, name, ':') || name != interface) continue;
+    double value = 0;
+    for (int field = 0; field <= 8; ++field) fields >> value;  // the ninth: bytes sent
+    if (fields) return value;
+  }
+  throw std::runtime_error("no counters of the network interface " + interface);
 }
 
 template <class Communicator>
