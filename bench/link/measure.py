@@ -47,8 +47,9 @@ def train(ranks, **options):
 
 def timing(ranks, steps, optimizers, sparsity=(0.99,), coding="automatic", **options):
     """Steady-state steps: no density warm-up, hardly any validation."""
-    return train(ranks, steps=steps, optimizers=optimizers, sparsity=sparsity, mask_coding=coding, density_warmup=0,
-                 skip_steps=8, report_every=4, eval_every=steps, eval_windows=4, **options)
+    return train(ranks, **{"steps": steps, "optimizers": optimizers, "sparsity": sparsity, "mask_coding": coding,
+                           "density_warmup": 0, "skip_steps": 8, "report_every": 4, "eval_every": steps,
+                           "eval_windows": 4, **options})
 
 
 def method(row, coding="automatic"):
@@ -124,20 +125,23 @@ def loss(budget=25):
 def parity(share=0.8242, ranks=2):
     """At the rate where dense AdamS communicates for `share` of its step."""
     options = {"batch": 16}
+
+    def dense_step(steps):
+        row = timing(ranks, steps, ["adams"], **{**options, "report_every": 1})[0]
+        return row, row["payload_seconds"] / row["step_seconds"]
+
     limit(None)
-    free = timing(ranks, 16, ["adams"], **options)[0]
-    compute = free["step_seconds"] - free["payload_seconds"]
-    mbit = 8e-6 * ranks * free["bytes_per_step"] / (compute * share / (1 - share))
-    for _ in range(3):
+    dense, found = dense_step(24)
+    mbit = 8e-6 * ranks * dense["bytes_per_step"] / (dense["compute_seconds"] * share / (1 - share))
+    for _ in range(6):
         limit(mbit)
-        dense = timing(ranks, 16, ["adams"], **options)[0]
-        compute = dense["step_seconds"] - dense["payload_seconds"]
-        mbit *= (dense["payload_seconds"] / compute) / (share / (1 - share))
-    limit(mbit)
-    dense = timing(ranks, 20, ["adams"], **options)[0]
-    sparse = timing(ranks, 60, ["clock", "scape"], [0.9, 0.99], **options)
+        dense, found = dense_step(32)
+        print(f"{mbit:.1f} Mbit/s: {found:.1%}", flush=True)
+        if abs(found - share) < 0.005:
+            break
+        mbit *= (found / (1 - found)) / (share / (1 - share))
+    sparse = timing(ranks, 80, ["clock", "scape"], [0.9, 0.99], **options)
     limit(None)
-    found = dense["payload_seconds"] / dense["step_seconds"]
     rows = [["", "step, ms", "speed-up", "limit", *PHASES]]
     for row in [dense] + sparse:
         name = "dense AdamS" if row is dense else f"rule {row['optimizer']}, {100 * row['sparsity']:.0f}%"
