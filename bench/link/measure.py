@@ -95,7 +95,7 @@ def grid():
     document.write("overlap", document.table(waits))
 
 
-def loss(budget=25):
+def loss(budget=15):
     """Equal wall time: steps from the grid's step times, schedules scaled to them."""
     cells = json.loads((RESULTS / "grid.json").read_text())
     ranks = 4

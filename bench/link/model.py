@@ -31,13 +31,15 @@ def payload_bytes(parameters, ranks, density, element=4):
     return 2 * (ranks - 1) / ranks * element * density * parameters
 
 
-def step(parameters, ranks, density, compute, rate, latency, local=0.0, coding="automatic", shared=False):
+def step(parameters, ranks, density, compute, rate, latency, local=0.0, coding="automatic", shared=False, burst=0):
     """Seconds. rate: bytes/s of a rank's link, or of one wire that all share; latency: seconds a collective takes
-    besides its bytes; local: what the step computes besides dense AdamS. The mask travels beside the computation."""
+    besides its bytes; local: what the step computes besides dense AdamS; burst: bytes that pass at once after a pause,
+    as a token bucket lets them. The mask travels beside the computation."""
     wires = ranks if shared else 1
     mask = wires * (ranks - 1) / ranks * mask_bytes(density, coding) * parameters / rate
     mask += latency if mask else 0
-    payload = wires * payload_bytes(parameters, ranks, density) / rate + latency
+    saved = min(burst, max(0.0, compute - mask) * rate)
+    payload = max(0.0, wires * payload_bytes(parameters, ranks, density) - saved) / rate + latency
     return compute + local + payload + max(0.0, mask - compute)
 
 
@@ -50,7 +52,7 @@ def check_grid():
     def predicted(cell, efficiency, latency):
         local = sum(cell[key + "_seconds"] for key in ("accumulate", "select", "update"))
         return step(parameters, cell["ranks"], 1 - cell["sparsity"], cell["compute_seconds"],
-                    efficiency * cell["mbit"] * 1e6 / 8, latency, local, cell["coding"], shared=True)
+                    efficiency * cell["mbit"] * 1e6 / 8, latency, local, cell["coding"], True, 256e3)
 
     def error(cell, *fitted):
         return predicted(cell, *fitted) / cell["step_seconds"] - 1
@@ -64,7 +66,7 @@ def check_grid():
         rows.append([cell["ranks"], cell["rate"], cell["method"], f"{1000 * cell['step_seconds']:.1f}",
                      f"{1000 * predicted(cell, *fitted):.1f}", f"{error(cell, *fitted):+.1%}"])
     errors = [abs(error(c, *fitted)) for c in slow]
-    text = (f"Fitted to the cells of at most 1 Gbit/s: {fitted[0]:.0%} of the rate, {1000 * fitted[1]:.1f} ms a "
+    text = (f"The limiter is a token bucket of 256 kB, which a pause fills. Fitted to the cells of at most 1 Gbit/s: {fitted[0]:.0%} of the rate, {1000 * fitted[1]:.1f} ms a "
             f"collective. Their errors: {statistics.mean(errors):.1%} in the mean, {max(errors):.1%} at worst.\n\n")
     document.write("model-grid", text + document.table(rows))
 
