@@ -103,7 +103,7 @@ TEST_CASE_TEMPLATE("agreement: a hash of words is the same everywhere, and shows
     return std::pair(read[0], read[1]);
   };
   CHECK(hash({}) == std::pair<MaskWord, MaskWord>(0, 0));
-  for (const std::size_t size : {1, 31, 33, 1000, 40'000}) {
+  for (const std::size_t size : Counts{1, 31, 33, 1000, 40'000}) {
     Words words(size);
     for (std::size_t i = 0; i < size; ++i) words[i] = random_bits(i);
     std::pair<MaskWord, MaskWord> expected = {0, 0};
