@@ -483,7 +483,8 @@ TEST_CASE("a sharded plan counts a rank's own elements, as they lie in its part 
   for (const int ranks : {1, 2, 3}) {
     const ListLayout layout = [&] {
       ListLayout list{{}, ranks};
-      for (const std::size_t size : Counts{100, 0, 5000, 1, 33, 4096}) list.add(size, static_cast<int>(size % 7), size == 33);
+      for (const std::size_t size : Counts{100, 0, 5000, 1, 33, 4096})
+        list.add(size, static_cast<int>(size % 7), size == 33);
       return list;
     }();
     const MaskPlan replicated(layout), sharded(layout, false, true);
