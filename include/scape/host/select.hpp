@@ -421,10 +421,10 @@ void for_selected_segments(const MaskPlan& plan, int rank, F visit) {
 }
 
 /// How a rank's selection lies in its workspace.
-struct SelectWorkspace {
+struct HostSelectWorkspace {
   std::size_t chunks = 0, scratch = 0, bytes = 0;  // after the last thresholds, by tile; offsets, and the whole
 
-  SelectWorkspace(const MaskPlan& plan, int rank) {
+  HostSelectWorkspace(const MaskPlan& plan, int rank) {
     std::size_t largest = 0;
     for_selected_segments(plan, rank, [&](std::size_t, const Segment& segment) {
       if (segment.count > small_segment) largest = std::max(largest, segment.count);
@@ -441,7 +441,7 @@ struct SelectWorkspace {
 /// Bytes that select_top works in: 8 for each tile that the rank selects in, which remember the last call, and, where a
 /// segment has more than 131,072 elements, of the largest one 24 for every 65,536 elements and 24 * count^(2/3).
 inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const HostStream&) {
-  return detail::SelectWorkspace(plan, rank).bytes;
+  return detail::HostSelectWorkspace(plan, rank).bytes;
 }
 
 /// Writes the rank's part of a mask: in each of its segments the bits of the k largest score_key(score(element, bit)),
@@ -452,7 +452,7 @@ template <class Score>
 void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score score, std::span<MaskWord> words,
                 std::span<std::byte> workspace, const HostStream& stream) {
   stream.enqueue([=, &plan, &pool = stream.pool()] {
-    const detail::SelectWorkspace layout(plan, rank);
+    const detail::HostSelectWorkspace layout(plan, rank);
     void* base = workspace.data();
     std::size_t size = workspace.size();
     std::align(alignof(std::uint64_t), 0, base, size);
