@@ -223,8 +223,8 @@ TEST_CASE_TEMPLATE("gradients: calls that cannot be served are named", Rank, SCA
   Rank::run(1, [](Rank& rank) {
     const scape::FlatLayout flat(10, 1);
     const auto refused = [&](const AdamSOptions& options, const auto& rule, auto call) {
+      const auto gradient = rank.backend.array(Floats(10, 1));  // outlives the session's work
       Session session(rank, OwnLayout(flat), options, rule, Floats(10));
-      const auto gradient = rank.backend.array(Floats(10, 1));
       return thrown_by<std::invalid_argument>([&] { call(session, gradient.span()); });
     };
     const auto add = [&](auto& session, std::span<float> gradient) { session.optimizer.add(gradient, rank.compute); };

@@ -209,7 +209,12 @@ class AdamS {
   /// that is captured. Capture max(delay, 1) + 1 steps after the density warm-up, with refresh = 1: as many masks take
   /// turns, and another number of steps would use the wrong ones. steps() and the communicator's bytes count captures,
   /// not replays. End the capture before the optimizer is destroyed.
-  void await_masks(const S& compute) { masks_.await(compute); }
+  void await_masks(const S& compute) {
+    masks_.await(compute);
+    if (!compares()) return;
+    side_.record(compared_);  // the comparison is behind the mask
+    compute.wait_for(compared_);
+  }
 
   /// Sharded only, and before the first step: the masters become the rank's own elements of `values`, all parameters in
   /// any type, here or where the parameters were made: float32 has digits that P has not.
@@ -578,9 +583,11 @@ class AdamS {
     expect_agreement(std::span<const AgreedValue>(values), communicator_, memory, side_);
   }
 
+  bool compares() const noexcept { return plan_.ranks() > 1 && options_.compare_every != 0; }
+
   // Enqueued once a step, behind the exchange of its mask, where there is one.
   void compare(std::span<const MaskWord> mask) {
-    if (plan_.ranks() == 1 || options_.compare_every == 0 || masks_.step() % options_.compare_every != 0) return;
+    if (!compares() || masks_.step() % options_.compare_every != 0) return;
     const std::uint64_t before = communicator_.bytes_sent();
     agreement_.compare(masks_.step() + 1, options_.learning_rate, mask, communicator_, side_);
     bytes_compared_ += communicator_.bytes_sent() - before;
@@ -629,6 +636,7 @@ class AdamS {
   Buffer<float, M> sums_;
   Buffer<std::byte, M> select_workspace_;
   StepAgreement<S, M> agreement_;
+  typename S::Event compared_;
   SharedFlag<S, M> flag_;
   Buffer<double, M> partials_;
   std::uint64_t bytes_compared_ = 0;             // in the step
