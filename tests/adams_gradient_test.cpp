@@ -76,16 +76,6 @@ std::vector<AdamSOptions> some_options() {
 
 const OwnLayout layout({{0, 100, 0}, {100, 33, 1, true}, {133, 4097, 1}, {4230, 70, 0, false, false}}, 2);
 
-template <class Exception, class F>
-std::string thrown_by(F body) {
-  try {
-    body();
-  } catch (const Exception& exception) {
-    return exception.what();
-  }
-  return "";
-}
-
 }  // namespace
 
 TEST_CASE_TEMPLATE("gradients: bfloat16 is worked on as the same values in float", Rank, SCAPE_RANKS) {
