@@ -67,7 +67,18 @@ struct MaskView {
   std::span<const std::size_t> offsets;  ///< by tile: payload position of its first kept element
   std::size_t kept;                      ///< elements of the payload
   std::size_t stride = 0;                ///< 0, or of a payload by ranks: where each one's part begins, times the rank
+  std::span<const std::uint32_t> chosen{};  ///< the tiles that a pass visits, where it is not all of them: see only()
 
+  /// Tiles that a pass visits, and the index of the i-th.
+  std::size_t visits() const noexcept { return chosen.empty() ? plan.tiles.size() : chosen.size(); }
+  std::size_t visited(std::size_t i) const noexcept { return chosen.empty() ? i : chosen[i]; }
+
+  /// For passes over some tiles only, given by their indices, in memory like the plan's; not none.
+  MaskView only(std::span<const std::uint32_t> tiles) const {
+    MaskView some = *this;
+    some.chosen = tiles;
+    return some;
+  }
   /// The mask as if there were only the tiles [first, last), at the same places of the payload.
   MaskView part(std::size_t first, std::size_t last) const {
     MaskView part = *this;

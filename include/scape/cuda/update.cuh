@@ -26,12 +26,17 @@ struct DeviceMask {
   const Segment* segments;
   const MaskWord* words;
   const std::size_t* offsets;
+  const std::uint32_t* chosen;
 
   explicit DeviceMask(const MaskView& mask)
       : tiles(mask.plan.tiles.data()),
         segments(mask.plan.segments.data()),
         words(mask.words.data()),
-        offsets(mask.offsets.data()) {}
+        offsets(mask.offsets.data()),
+        chosen(mask.chosen.data()) {}
+
+  // The tile of this block.
+  __device__ std::size_t tile() const { return chosen == nullptr ? blockIdx.x : chosen[blockIdx.x]; }
 };
 
 // The words of a block's tile and, before each, how many bits are set in the tile: no atomics, no look-back, since the
@@ -103,10 +108,10 @@ __global__ void __launch_bounds__(block_threads)
     accumulate_kernel(DeviceMask mask, const MaskWord* before, const G* gradient, float* state, float* payload,
                       float* moments, F rule, const StepScalars* scalars) {
   __shared__ TileBits bits;
-  const Tile tile = mask.tiles[blockIdx.x];
+  const Tile tile = mask.tiles[mask.tile()];
   bits.load(tile, mask.words);
   const float scale = scalars->gradient_scale;
-  const std::size_t offset = mask.offsets[blockIdx.x];
+  const std::size_t offset = mask.offsets[mask.tile()];
   before += tile.bit / word_bits;
   gradient += tile.element;
   state += tile.element;
@@ -142,9 +147,9 @@ __global__ void __launch_bounds__(block_threads)
 template <class F>
 __global__ void __launch_bounds__(block_threads) for_each_kept_kernel(DeviceMask mask, F f) {
   __shared__ TileBits bits;
-  const Tile tile = mask.tiles[blockIdx.x];
+  const Tile tile = mask.tiles[mask.tile()];
   bits.load(tile, mask.words);
-  const std::size_t offset = mask.offsets[blockIdx.x];
+  const std::size_t offset = mask.offsets[mask.tile()];
   for (unsigned place = threadIdx.x; place < tile.count; place += block_threads)
     if (bits.kept(place)) f(tile.element + place, offset + bits.position(place));
 }
@@ -152,12 +157,12 @@ __global__ void __launch_bounds__(block_threads) for_each_kept_kernel(DeviceMask
 template <class F>
 __global__ void __launch_bounds__(block_threads) update_kernel(DeviceMask mask, F rule, const StepScalars* scalars) {
   __shared__ TileBits bits;
-  const Tile tile = mask.tiles[blockIdx.x];
+  const Tile tile = mask.tiles[mask.tile()];
   const Segment segment = mask.segments[tile.segment];
   rule.shift = tile.own - tile.element;
   const StepScalars now = *scalars;
   bits.load(tile, mask.words);
-  const std::size_t offset = mask.offsets[blockIdx.x];
+  const std::size_t offset = mask.offsets[mask.tile()];
   const bool every = rule.needs_every(segment);
 #pragma unroll 4
   for (unsigned place = threadIdx.x; place < tile.count; place += block_threads) {
@@ -269,21 +274,21 @@ template <class G, class F>
 void accumulate_gradient(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before,
                          MaskView mask, std::span<float> payload, std::span<float> moments, F rule,
                          const StepScalars& scalars, const CudaStream& stream) {
-  detail::launch(detail::accumulate_kernel<G, F>, mask.plan.tiles.size(), detail::block_threads, stream,
+  detail::launch(detail::accumulate_kernel<G, F>, mask.visits(), detail::block_threads, stream,
                  detail::DeviceMask(mask), before.data(), gradient.data(), state.data(), payload.data(), moments.data(),
                  rule, &scalars);
 }
 
 template <class F>
 void for_each_kept(MaskView mask, F f, const CudaStream& stream) {
-  detail::launch(detail::for_each_kept_kernel<F>, mask.plan.tiles.size(), detail::block_threads, stream,
+  detail::launch(detail::for_each_kept_kernel<F>, mask.visits(), detail::block_threads, stream,
                  detail::DeviceMask(mask), f);
 }
 
 template <class F>
 void update(MaskView mask, F rule, const StepScalars& scalars, const CudaStream& stream) {
-  detail::launch(detail::update_kernel<F>, mask.plan.tiles.size(), detail::block_threads, stream,
-                 detail::DeviceMask(mask), rule, &scalars);
+  detail::launch(detail::update_kernel<F>, mask.visits(), detail::block_threads, stream, detail::DeviceMask(mask), rule,
+                 &scalars);
 }
 
 inline void fill_mask(PlanView plan, std::span<MaskWord> words, const CudaStream& stream) {

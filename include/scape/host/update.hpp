@@ -161,8 +161,8 @@ void accumulate_gradient(std::span<const G> gradient, std::span<float> state, st
                          const StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
     const float scale = scalars.gradient_scale;
-    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
-      const std::size_t offset = mask.offsets[i];
+    pool.run(mask.visits(), [&](std::size_t visit) {
+      const std::size_t i = mask.visited(visit), offset = mask.offsets[i];
       float* const tile_moments = moments.empty() ? nullptr : moments.data() + offset;
       detail::accumulate_tile(mask.plan.tiles[i], gradient.data(), state.data(), before.data(), mask.words.data(),
                               payload.data() + offset, tile_moments, scale, rule);
@@ -186,12 +186,13 @@ inline void fill_mask(PlanView plan, std::span<MaskWord> words, const HostStream
 template <class F>
 void for_each_kept(MaskView mask, F f, const HostStream& stream) {
   stream.enqueue([=, &pool = stream.pool()] {
-    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
+    pool.run(mask.visits(), [&](std::size_t visit) {
+      const std::size_t tile = mask.visited(visit);
       const auto full = [f](std::size_t element, std::size_t position) {
         SCAPE_INDEPENDENT_ITERATIONS
         for (std::size_t i = 0; i < word_bits; ++i) f(element + i, position + i);
       };
-      detail::visit_kept(mask.plan.tiles[i], mask.words.data(), mask.offsets[i], full, f);
+      detail::visit_kept(mask.plan.tiles[tile], mask.words.data(), mask.offsets[tile], full, f);
     });
   });
 }
@@ -202,7 +203,8 @@ void for_each_kept(MaskView mask, F f, const HostStream& stream) {
 template <class F>
 void update(MaskView mask, F of_tiles, const StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
-    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
+    pool.run(mask.visits(), [&](std::size_t visit) {
+      const std::size_t i = mask.visited(visit);
       const Tile& tile = mask.plan.tiles[i];
       F rule = of_tiles;
       rule.shift = tile.own - tile.element;
