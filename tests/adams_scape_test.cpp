@@ -198,7 +198,7 @@ TEST_CASE_TEMPLATE("scape: bytes sent at 99% sparsity are the formula's, as bitm
         CHECK(state.report.kept == kept);
         CHECK(state.report.payload_bytes == payload);
         CHECK(state.report.mask_bytes == masks);
-        const std::size_t compared = (step == 0 ? 2 : 1) * (ranks - 1) * 24;
+        const std::size_t compared = (step == 0 ? 2 : 1) * (ranks - 1) * 32;
         CHECK(state.report.compare_bytes == compared);
         if (step > 0) CHECK(state.bytes_sent - history[step - 1][rank].bytes_sent == payload + masks + compared);
       }

@@ -141,10 +141,11 @@ TEST_CASE("agreement: the odd one is who differs from most; of two, the second")
   CHECK(AgreedValue::real("", -0.0).bits == AgreedValue::real("", 0.0).bits);
 }
 
-TEST_CASE_TEMPLATE("agreement: step, learning rate and mask are compared, on every rank", Rank, SCAPE_RANKS) {
+TEST_CASE_TEMPLATE("agreement: step, learning rate, order of buckets and mask are compared, on every rank", Rank,
+                   SCAPE_RANKS) {
   for (const int ranks : {2, 3, 5})
     for (const int odd : {1, ranks - 1})
-      for (const int field : {0, 1, 2, 3}) {
+      for (const int field : {0, 1, 2, 3, 4}) {
         CAPTURE(ranks);
         CAPTURE(odd);
         const auto texts = errors_of<Rank>(ranks, [&](Rank& rank) {
@@ -156,23 +157,24 @@ TEST_CASE_TEMPLATE("agreement: step, learning rate and mask are compared, on eve
           const auto odd_mask = rank.backend.array(other);
           const auto compare = [&](std::size_t step, bool is_odd) {
             agreement.compare(is_odd && field == 0 ? 7 : step, is_odd && field == 1 ? 0.5f : 0.25f,
-                              is_odd && field == 2 ? odd_mask.span() : mask.span(), rank.communicator, rank.side);
+                              is_odd && field == 2 ? 8 : 9, is_odd && field == 3 ? odd_mask.span() : mask.span(),
+                              rank.communicator, rank.side);
           };
           compare(3, false);
           rank.side.synchronize();
           agreement.rethrow();
           compare(4, rank.rank() == odd);
-          if (field == 3) agreement.compare(5, 0.25f, {}, rank.communicator, rank.side);
+          if (field == 4) agreement.compare(5, 0.25f, 9, {}, rank.communicator, rank.side);
           const std::string text = thrown_by<scape::Error>([&] { rank.side.synchronize(); });
           CHECK((text == "" || text == thrown_by<scape::Error>([&] { agreement.rethrow(); })));
           agreement.rethrow();
         });
         const std::string name = "rank " + std::to_string(odd) + " disagrees with the other ranks: its ";
         const std::string what[] = {"number of steps is 7, theirs 4", "learning rate is 0.5, theirs 0.25",
-                                    "mask differs"};
+                                    "order of buckets differs", "mask differs"};
         for (int rank = 0; rank < ranks; ++rank) {
           const std::string step = "step " + std::to_string(field == 0 && rank == odd ? 7 : 4) + ": ";
-          CHECK(texts[static_cast<std::size_t>(rank)] == (field == 3 ? "" : step + name + what[field]));
+          CHECK(texts[static_cast<std::size_t>(rank)] == (field == 4 ? "" : step + name + what[field]));
         }
       }
 }
@@ -220,4 +222,20 @@ TEST_CASE_TEMPLATE("agreement: one bit of one rank's mask", Rank, SCAPE_RANKS) {
   // The first mask serves step 1, the second, made in it, step 2; the fourth is made in step 3, for the payload of 4.
   check_all(texts, "step 3: rank 2 disagrees with the other ranks: its mask differs");
   CHECK(reductions == std::vector<std::size_t>(3, 3));
+}
+
+TEST_CASE_TEMPLATE("agreement: buckets that one rank adds in another order", Rank, SCAPE_RANKS) {
+  const auto texts = errors_of<Rank>(3, [](Rank& rank) {
+    scape::BucketLayout layout({{300, false, true, 0}, {300, false, true, 1}, {300, false, true, 2}}, 3);
+    scape::AdamS optimizer(layout, rank.communicator, rank.memory, rank.compute, rank.side, {.density = 0.1});
+    const auto gradient = rank.backend.array(Floats(900, 1)), parameters = rank.backend.array(Floats(900, 1));
+    for (std::size_t i = 0; i < 4; ++i) {
+      auto step = optimizer.begin_step(gradient.span(), rank.compute);
+      for (const std::size_t bucket : {0u, 1u, 2u}) step.add(i == 1 && rank.rank() == 1 ? 2 - bucket : bucket);
+      step.finish(parameters.span());
+      rank.compute.synchronize();
+      rank.side.synchronize();
+    }
+  });
+  check_all(texts, "step 2: rank 1 disagrees with the other ranks: its order of buckets differs");
 }

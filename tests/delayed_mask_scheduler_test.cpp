@@ -84,22 +84,35 @@ struct Expected {
   std::size_t kept = 0;
 };
 
-Expected expected_mask(const MaskPlan& plan, double density, std::size_t tag, std::size_t stride) {
-  Expected expected{Words(plan.words()), {}, 0};
+Expected expected_mask(const MaskPlan& plan, double density, std::size_t tag, bool by_rank) {
+  Expected expected{Words(plan.words()), Counts(plan.tiles().size()), 0};
   for (int rank = 0; rank < plan.ranks(); ++rank) draw(plan, rank, density, tag, expected.words);
+  for (const scape::Tile& tile : plan.tiles())
+    if (plan.segments()[tile.segment].dense)
+      for (std::size_t bit = tile.bit; bit < tile.bit + tile.count; ++bit)
+        expected.words[bit / 32] |= MaskWord{1} << bit % 32;
   std::size_t position = 0;
-  for (int rank = 0; rank < plan.ranks(); ++rank) {
-    if (stride != 0) position = static_cast<std::size_t>(rank) * stride;
-    for (std::size_t i = plan.first_tile(rank); i < plan.first_tile(rank + 1); ++i) {
-      const scape::Tile& tile = plan.tiles()[i];
-      expected.offsets.push_back(position);
-      for (std::size_t bit = tile.bit; bit < tile.bit + tile.count; ++bit) {
-        if (plan.segments()[tile.segment].dense) expected.words[bit / 32] |= MaskWord{1} << bit % 32;
-        position += expected.words[bit / 32] >> bit % 32 & 1;
+  for (std::uint32_t bucket = 0; bucket < plan.buckets(); ++bucket) {
+    const auto visit = [&](int rank, auto tile_of) {
+      std::size_t kept = 0;
+      for (std::size_t i = plan.first_tile(rank); i < plan.first_tile(rank + 1); ++i) {
+        const scape::Tile& tile = plan.tiles()[i];
+        if (plan.segments()[tile.segment].bucket != bucket) continue;
+        tile_of(i, kept);
+        for (std::size_t bit = tile.bit; bit < tile.bit + tile.count; ++bit)
+          kept += expected.words[bit / 32] >> bit % 32 & 1;
       }
+      return kept;
+    };
+    std::size_t most = 0;
+    for (int rank = 0; rank < plan.ranks(); ++rank) most = std::max(most, visit(rank, [](auto...) {}));
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      const std::size_t kept =
+          visit(rank, [&](std::size_t i, std::size_t before) { expected.offsets[i] = position + before; });
+      position += by_rank ? most + most % 2 : kept;
     }
   }
-  expected.kept = stride == 0 ? position : stride * static_cast<std::size_t>(plan.ranks());
+  expected.kept = position;
   return expected;
 }
 
@@ -209,8 +222,7 @@ void check_steps(Rank& rank, const MaskPlan& plan, const MaskOptions& options, s
   for (std::size_t step = 0; step < steps; ++step) {
     CAPTURE(step);
     const Made made = made_for(step, options);
-    const Expected expected =
-        expected_mask(plan, made.density, made.tag, options.payload_by_rank ? plan.payload_stride(made.density) : 0);
+    const Expected expected = expected_mask(plan, made.density, made.tag, options.payload_by_rank);
     const auto& seen = run.seen()[step];
     REQUIRE(seen.words == expected.words);
     REQUIRE(seen.offsets == expected.offsets);
@@ -387,13 +399,41 @@ TEST_CASE("a payload by ranks: each one's part begins at its multiple of what th
     for (const double density : {0.1, 0.37, 1.0}) {
       const Counts kept = plan.kept_by_rank(density);
       const std::size_t most = *std::max_element(kept.begin(), kept.end());
-      CHECK(plan.payload_stride(density) == most + most % 2);
+      const auto parts = plan.payload_parts(density, true);
+      CHECK(parts.size() == 1);
+      CHECK(parts[0].stride == most + most % 2);
+      CHECK(parts[0].count == parts[0].stride * static_cast<std::size_t>(world));
     }
     run_ranks(world, [&](auto& rank) {
       CAPTURE(world);
       check_steps(rank, plan, {.density = DensitySchedule(0.1), .payload_by_rank = true}, 3);
       check_steps(rank, plan, {.density = DensitySchedule(0.1, 3), .payload_by_rank = true}, 5);
     });
+  }
+}
+
+TEST_CASE("a payload in buckets: each has its run of positions, by owner, at any density") {
+  for (const int world : worlds) {
+    std::vector<scape::Tensor> tensors;
+    for (const std::size_t size : Counts{700, 0, 1, 33, 9000, 64, 5, 4096, 12'300})
+      tensors.push_back({size, size == 64, true, tensors.size() % 2 == 0 ? 0u : tensors.size() % 4 == 1 ? 1u : 3u});
+    for (const bool by_tensor : {false, true})
+      for (const bool by_rank : {false, true}) {
+        const MaskPlan plan =
+            by_tensor ? MaskPlan(scape::TensorLayout(tensors, world)) : MaskPlan(scape::BucketLayout(tensors, world));
+        CHECK(plan.buckets() == 4);
+        for (const double density : {0.01, 0.3, 1.0}) {
+          const auto parts = plan.payload_parts(density, by_rank);
+          CHECK(parts.size() == 4);
+          CHECK(parts[2].count == 0);  // a number that no tensor has
+          CHECK(plan.payload_size(density, by_rank) == parts[3].begin + parts[3].count);
+          for (std::size_t i = 1; i < 4; ++i) CHECK(parts[i].begin == parts[i - 1].begin + parts[i - 1].count);
+        }
+        run_ranks(world, [&](auto& rank) {
+          CAPTURE(world);
+          check_steps(rank, plan, {.density = DensitySchedule(0.1, 2), .payload_by_rank = by_rank}, 4);
+        });
+      }
   }
 }
 

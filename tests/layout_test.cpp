@@ -475,7 +475,7 @@ TEST_CASE_TEMPLATE("PlanTables: the plan's tables in the stream's memory", Backe
     }));
     CHECK(std::ranges::equal(read(tables.view().first_tile), plan.view().first_tile));
     CHECK(tables.bytes() ==
-          tiles.size() * 40 + segments.size() * sizeof(Segment) + static_cast<std::size_t>(ranks + 1) * 8);
+          tiles.size() * 40 + segments.size() * sizeof(Segment) + static_cast<std::size_t>(ranks + 1) * 16);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <scape/communicator.hpp>
 #include <scape/delayed_mask_scheduler.hpp>
 #include <scape/error.hpp>
+#include <scape/fingerprint.hpp>
 #include <scape/gradient.hpp>
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
@@ -35,6 +36,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace scape::inline v0 {
@@ -52,6 +54,7 @@ struct BeginStep {
     now.step += 1;
     now.gradient_scale = now.given_scale;
     now.payload_scale = 1;
+    now.overlap = 0;
     advance(now);
   }
 };
@@ -161,8 +164,12 @@ class AdamS {
         agreement_(communicator.rank(), communicator.size(), memory),
         flag_(communicator.rank(), communicator.size(), memory),
         partials_(
-            norm_partials(std::max({plan_.size(), plan_.tiles().size() * tile_bits, reducer_.capacity()}), compute),
-            memory) {
+            std::max(
+                norm_partials(std::max({plan_.size(), plan_.tiles().size() * tile_bits, reducer_.capacity()}), compute),
+                2 * plan_.tiles().size()),
+            memory),
+        added_(plan_.buckets()),
+        clock_(plan_.buckets()) {
     fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), detail::Reset{}, compute);
     compute.synchronize();
@@ -275,6 +282,67 @@ class AdamS {
     return true;
   }
 
+  /// A step whose gradients become ready bucket by bucket (Segment::bucket), while backward still runs: what it has
+  /// sent arrives beside the rest of backward. Move it as you like, but end it with finish(): else the optimizer is
+  /// done.
+  template <class G>
+  class OverlappedStep {
+   public:
+    OverlappedStep(OverlappedStep&& other) noexcept
+        : optimizer_(std::exchange(other.optimizer_, nullptr)),
+          gradients_(other.gradients_),
+          compute_(other.compute_),
+          report_(other.report_) {}
+    ~OverlappedStep() {
+      if (optimizer_ != nullptr) optimizer_->abandon();
+    }
+
+    /// The bucket's gradients are in place as far as compute has been given work: accumulates them and starts the
+    /// reduction of what they leave at the mask. Every bucket once, in any order that is the same on all ranks.
+    void add(std::size_t bucket) {
+      expects(optimizer_ != nullptr, "add", "called after finish()", "begin another step");
+      optimizer_->add_bucket(bucket, gradients_, compute_);
+    }
+
+    /// The rest of the step, when all buckets have been added. The same bits as step(), where the communicator's sum
+    /// does not depend on how a payload is cut: the order of ranks (threads, MPI) does not, NCCL's may.
+    void finish(std::span<Parameter> parameters) {
+      expects(optimizer_ != nullptr, "finish", "called twice", "begin another step");
+      optimizer_->finish_step(gradients_, parameters, compute_, report_);
+      optimizer_ = nullptr;
+    }
+
+   private:
+    friend AdamS;
+    OverlappedStep(AdamS& optimizer, std::span<const G> gradients, const S& compute, StepReport* report)
+        : optimizer_(&optimizer), gradients_(gradients), compute_(compute), report_(report) {}
+
+    AdamS* optimizer_;
+    std::span<const G> gradients_;
+    S compute_;
+    StepReport* report_;
+  };
+
+  /// Begins such a step, at the rate that holds now, where compute is: before backward writes its first gradient into
+  /// the array, which must stay until compute has passed the step. The first step of all waits for the whole gradient
+  /// unless its mask is dense. May follow add(). Needs a delay of at least 1, and no clip_norm where the rule clips the
+  /// local gradient. With a report: finish() waits for the step and fills it.
+  template <std::ranges::contiguous_range G>
+  auto begin_step(const G& gradients, const S& compute, StepReport* report = nullptr) {
+    const auto values = checked(gradients, "gradients");
+    expects(options_.delay >= 1, "options.delay", options_.delay, "must be at least 1 for begin_step()");
+    expects(!clips_gradient(), "options.clip_norm", options_.clip_norm, "must be 0 for begin_step() with this rule");
+    expects(!H::sharded || has_masters_, "masters", "not loaded", "call load_masters() before the first step");
+    enqueue_whole(compute, [&] {
+      open(values, compute, report);
+      needs_all_ = masks_.draft_first();
+      if (!needs_all_) reach_mask(compute, report);
+    });
+    std::fill(added_.begin(), added_.end(), false);
+    under_way_ = true;
+    return OverlappedStep<typename decltype(values)::value_type>(*this, values, compute, report);
+  }
+
   /// Steps made.
   std::size_t steps() const noexcept { return masks_.step(); }
   const MaskPlan& plan() const noexcept { return plan_; }
@@ -315,10 +383,7 @@ class AdamS {
     options.payload_by_rank = H::sharded;
     return options;
   }
-  std::size_t payload_capacity() const {
-    const double density = options_.masks().density.largest();
-    return H::sharded ? plan_.payload_stride(density) * static_cast<std::size_t>(plan_.ranks()) : plan_.kept(density);
-  }
+  std::size_t payload_capacity() const { return plan_.payload_size(options_.masks().density.largest(), H::sharded); }
 
   template <std::ranges::contiguous_range V>
   auto checked(const V& array, const char* name) const {
@@ -337,6 +402,13 @@ class AdamS {
 
   template <class F>
   void enqueue_whole(const S& compute, F work) {
+    expects(!under_way_, "step", "under way", "finish() what begin_step() began");
+    guard(compute, work);
+  }
+
+  // What throws in the middle leaves the optimizer broken.
+  template <class F>
+  void guard(const S& compute, F work) {
     agreement_.rethrow();
     if (broken_) throw Error("an earlier step failed halfway: the optimizer's state is no longer valid");
     broken_ = true;
@@ -348,52 +420,139 @@ class AdamS {
   // What a step is: the text to copy for another optimizer.
   template <class G>
   void enqueue(std::span<const G> gradients, std::span<Parameter> parameters, const S& compute, StepReport* report) {
-    PhaseClock clock(report != nullptr, times_, compute);
-    const std::uint64_t bytes_before = communicator_.bytes_sent();
-    bytes_compared_ = 0;
+    open(gradients, compute, report);
+    take(gradients, compute, report);
+    complete(gradients, parameters, compute, report);
+  }
+
+  // Before any gradient is looked at, but to clip it.
+  template <class G>
+  void open(std::span<const G> gradients, const S& compute, StepReport* report) {
+    clock_.start(report != nullptr, compute);
+    bytes_before_ = communicator_.bytes_sent();
+    bytes_compared_ = bytes_of_payload_ = 0;
+    order_ = Fingerprint();
     begin(gradients, compute);
+  }
+
+  // The whole gradient at once: up to where its payload is on its way.
+  template <class G>
+  void take(std::span<const G> gradients, const S& compute, StepReport* report) {
     if (micro_batches_ != 0) sum_up(gradients, compute);
     if (masks_.draft_first())
       with_gradient(gradients, [&](auto gradient) {
         rule_.score_before(gradient, place(), store_.values(), masks_.current(), scalars(),
                            select_and_publish(compute));
       });
-    clock.lap(&StepReport::Seconds::select);
-    if (!at_mask_) masks_.advance(compute);
-    clock.lap(&StepReport::Seconds::mask_wait);
-    accumulate(gradients, compute);
-    clock.lap(&StepReport::Seconds::accumulate);
-    const MaskView before = masks_.previous(), mask = masks_.current();
+    clock_.lap(&StepReport::Seconds::select, compute);
+    reach_mask(compute, report);
+    const MaskView mask = masks_.current();
+    accumulate(gradients, mask, compute);
+    clock_.lap(&StepReport::Seconds::accumulate, compute);
+    if (report != nullptr) note_overlap(mask, compute);
+    for (const PayloadPart& part : mask.parts) reduce(part, compute);
+  }
+
+  // From here on the step knows its mask.
+  void reach_mask(const S& compute, StepReport* report) {
+    if (!at_mask_) {
+      masks_.advance(compute);
+      if (H::sharded && masks_.density() != padded_for_) {  // what lies between the ranks' parts counts as nothing in
+        fill_values(reducer_.payload(masks_.current()), 0.0f, compute);  // norms
+        padded_for_ = masks_.density();
+      }
+    }
+    clock_.lap(&StepReport::Seconds::mask_wait, compute);
+    if (report == nullptr) return;
+    *report = {};
+    report->step = masks_.step();
+    report->density = masks_.density();
+    report->kept = plan_.kept(masks_.density());
+  }
+
+  // When the payload is on its way.
+  template <class G>
+  void complete(std::span<const G> gradients, std::span<Parameter> parameters, const S& compute, StepReport* report) {
+    const MaskView mask = masks_.current();
     const std::span<float> payload = reducer_.payload(mask);
     const std::size_t kept_before = masks_.step() == 0 ? 0 : plan_.kept(density_before_);
-    if (report != nullptr) begin_report(*report, before, mask, payload, compute);
-    const std::uint64_t bytes_of_payload = reduce(mask, compute);
+    if (report != nullptr) sum_overlap(plan_.tiles().size(), partials_.span(), scalars(), compute);
+    clock_.mark(compute);
     if (!rule_.selects_after_update()) draft(gradients, mask, compute);
-    clock.lap(&StepReport::Seconds::select);
+    clock_.lap(&StepReport::Seconds::select, compute);
     reducer_.wait(compute);
-    clock.lap(&StepReport::Seconds::payload_wait);
-    const std::span<const float> reduced = has_whole_payload ? payload : own_payload(mask);
-    if (report != nullptr || clips_payload()) take_norm(detail::Values{reduced.data()}, reduced.size(), compute);
+    clock_.lap(&StepReport::Seconds::payload_wait, compute);
+    if (report != nullptr || clips_payload()) {
+      const std::span<const float> reduced = reduced_payload(mask, compute);
+      take_norm(detail::Values{reduced.data()}, reduced.size(), compute);
+    }
     if (clips_payload()) transform(scalars(), detail::ClipPayload{options_.clip_norm}, compute);
     const std::uint64_t bytes_of_parameters = update_parameters(mask, parameters, payload, compute);
-    clock.lap(&StepReport::Seconds::update);
+    clock_.lap(&StepReport::Seconds::update, compute);
     if (rule_.selects_after_update()) draft(gradients, mask, compute);
-    clock.lap(&StepReport::Seconds::select);
+    clock_.lap(&StepReport::Seconds::select, compute);
     if constexpr (H::sharded) masters_.receive(mask, parameters, compute);
-    clock.lap(&StepReport::Seconds::parameter_wait);
+    clock_.lap(&StepReport::Seconds::parameter_wait, compute);
     if (!masks_.draft_next()) compare({});
     density_before_ = masks_.density();
     masks_.finish();
     micro_batches_ = 0;
     at_mask_ = false;
     if (report == nullptr) return;
-    report->payload_bytes = bytes_of_payload;
+    report->payload_bytes = bytes_of_payload_;
     report->compare_bytes = bytes_compared_;
     report->parameter_bytes = bytes_of_parameters;
     report->mask_bytes =
-        communicator_.bytes_sent() - bytes_before - bytes_of_payload - bytes_of_parameters - bytes_compared_;
+        communicator_.bytes_sent() - bytes_before_ - bytes_of_payload_ - bytes_of_parameters - bytes_compared_;
     finish_report(*report, kept_before, compute);
-    clock.read(report->seconds);
+    clock_.read(report->seconds);
+  }
+
+  // ---- A step in buckets
+
+  template <class G>
+  void add_bucket(std::size_t bucket, std::span<const G> gradients, const S& compute) {
+    expects(bucket < added_.size(), "bucket", bucket, "must be below the layout's buckets, ", added_.size());
+    expects(!added_[bucket], "bucket", bucket, "has been added already");
+    guard(compute, [&] {
+      added_[bucket] = true;
+      order_.add(std::uint64_t{bucket});
+      if (needs_all_ || plan_.tiles().empty()) return;
+      clock_.mark(compute);
+      MaskView mask = masks_.current();
+      const PayloadPart& part = mask.parts[bucket];
+      if (added_.size() > 1) {
+        const std::span<const std::uint32_t> tiles = plan_.bucket_tiles(tables_.view(), bucket);
+        if (tiles.empty()) return;
+        mask = mask.only(tiles);
+      }
+      accumulate(gradients, mask, compute);
+      clock_.lap(&StepReport::Seconds::accumulate, compute);
+      if (clock_.runs()) note_overlap(mask, compute);
+      reduce(part, compute);
+    });
+  }
+
+  template <class G>
+  void finish_step(std::span<const G> gradients, std::span<Parameter> parameters, const S& compute,
+                   StepReport* report) {
+    check_parameters(parameters);
+    const auto missing = std::find(added_.begin(), added_.end(), false);
+    expects(missing == added_.end(), "bucket", missing - added_.begin(), "has not been added");
+    guard(compute, [&] {
+      clock_.mark(compute);
+      if (needs_all_)
+        take(gradients, compute, report);
+      else if (micro_batches_ != 0)
+        sum_up(gradients, compute);
+      complete(gradients, parameters, compute, report);
+    });
+    under_way_ = false;
+  }
+
+  void abandon() noexcept {
+    broken_ = true;
+    under_way_ = false;
   }
 
   // Where the step must make its own mask, which is the first step only, nothing is known of it yet.
@@ -404,27 +563,22 @@ class AdamS {
     if (masks_.draft_first()) {
       store_.add(gradients, scalars(), compute);
     } else {
-      if (!at_mask_) masks_.advance(compute);
-      accumulate(gradients, compute);
+      reach_mask(compute, nullptr);
+      accumulate(gradients, masks_.current(), compute);
+      at_mask_ = true;
     }
     ++micro_batches_;
   }
 
-  // The first gradient at the step's mask, or one more.
+  // The first gradient at the step's mask, or one more, in the tiles that are chosen.
   template <class G>
-  void accumulate(std::span<const G> gradients, const S& compute) {
-    const MaskView mask = masks_.current();
+  void accumulate(std::span<const G> gradients, MaskView mask, const S& compute) {
     const std::span<float> payload = reducer_.payload(mask);
-    if (H::sharded && !at_mask_ && masks_.density() != padded_for_) {  // what lies between the ranks' parts counts
-      fill_values(payload, 0.0f, compute);                             // as nothing in norms
-      padded_for_ = masks_.density();
-    }
     if (at_mask_)
       store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
     else
       store_.accumulate(gradients, masks_.previous(), mask, payload, rule_.set_aside(), rule_.accumulation(), scalars(),
                         compute);
-    at_mask_ = true;
   }
 
   template <class G>
@@ -468,13 +622,14 @@ class AdamS {
     }
   }
 
-  std::uint64_t reduce(MaskView mask, const S& compute) {
+  void reduce(const PayloadPart& part, const S& compute) {
+    if (part.count == 0) return;
     const std::uint64_t before = communicator_.bytes_sent();
     if constexpr (has_whole_payload)
-      reducer_.reduce(mask, communicator_, compute, side_);
+      reducer_.reduce(part, communicator_, compute, side_);
     else
-      reducer_.reduce_scatter(mask.stride, own_payload(mask), communicator_, compute, side_);
-    return communicator_.bytes_sent() - before;
+      reducer_.reduce_scatter(part, communicator_, compute, side_);
+    bytes_of_payload_ += communicator_.bytes_sent() - before;
   }
 
   // Returns the bytes sent.
@@ -504,8 +659,18 @@ class AdamS {
       return PlaceOfElement{};
   }
 
-  std::span<float> own_payload(MaskView mask) const {
-    return reducer_.payload(mask).subspan(static_cast<std::size_t>(communicator_.rank()) * mask.stride, mask.stride);
+  // What this rank knows of the reduced payload, for norms: of several buckets' parts the others' values become 0.
+  std::span<const float> reduced_payload(MaskView mask, const S& compute) const {
+    const std::span<float> payload = reducer_.payload(mask);
+    if (has_whole_payload) return payload;
+    const std::size_t rank = static_cast<std::size_t>(communicator_.rank());
+    if (mask.parts.size() == 1) return payload.subspan(rank * mask.parts[0].stride, mask.parts[0].stride);
+    for (const PayloadPart& part : mask.parts) {
+      const std::size_t own = part.begin + rank * part.stride, end = part.begin + part.count;
+      fill_values(payload.subspan(part.begin, own - part.begin), 0.0f, compute);
+      fill_values(payload.subspan(own + part.stride, end - own - part.stride), 0.0f, compute);
+    }
+    return payload;
   }
 
   // Selects the mask of a later step, and starts its exchange.
@@ -544,15 +709,9 @@ class AdamS {
     squared_norm(count, value, partials_.span(), scalars().squared_norm, compute);
   }
 
-  // The overlap is taken before the next draft takes `before`'s memory.
-  void begin_report(StepReport& report, MaskView before, MaskView mask, std::span<const float> payload,
-                    const S& compute) {
-    report = {};
-    report.step = masks_.step();
-    report.density = masks_.density();
-    report.kept = plan_.kept(masks_.density());
-    mask_overlap(before.words, mask, payload, partials_.span(), scalars(), compute);
-    squared_norm(payload.size(), detail::Values{payload.data()}, partials_.span(), scalars().squared_payload, compute);
+  // Before the payload travels, and before the next draft takes the memory of the mask before.
+  void note_overlap(MaskView mask, const S& compute) {
+    mask_overlap(masks_.previous().words, mask, reducer_.payload(mask), partials_.span(), scalars(), compute);
   }
 
   void finish_report(StepReport& report, std::size_t kept_before, const S& compute) {
@@ -589,35 +748,43 @@ class AdamS {
   void compare(std::span<const MaskWord> mask) {
     if (!compares() || masks_.step() % options_.compare_every != 0) return;
     const std::uint64_t before = communicator_.bytes_sent();
-    agreement_.compare(masks_.step() + 1, options_.learning_rate, mask, communicator_, side_);
+    agreement_.compare(masks_.step() + 1, options_.learning_rate, order_.value(), mask, communicator_, side_);
     bytes_compared_ += communicator_.bytes_sent() - before;
   }
 
   StepScalars& scalars() const noexcept { return *scalars_.span().data(); }
 
-  // Times between the phases of a step that is reported on.
+  // When the compute stream passes the phases of a step that is reported on.
   class PhaseClock {
    public:
     using Phase = double StepReport::Seconds::*;
-    PhaseClock(bool runs, std::array<double, 9>& times, const S& compute)
-        : runs_(runs), times_(times), compute_(compute) {
-      if (runs) record_time(times_[0], compute_);
+    explicit PhaseClock(std::size_t buckets) : marks_(2 * buckets + 12) {}
+    bool runs() const noexcept { return runs_; }
+    void start(bool runs, const S& compute) {
+      runs_ = runs;
+      count_ = 0;
+      mark(compute);
     }
-    void lap(Phase phase) {
+    /// What came since the last mark belongs to no phase.
+    void mark(const S& compute) { lap(nullptr, compute); }
+    void lap(Phase phase, const S& compute) {
       if (!runs_) return;
-      phases_[laps_++] = phase;
-      record_time(times_[laps_], compute_);
+      marks_[count_].phase = phase;
+      record_time(marks_[count_++].time, compute);
     }
     void read(StepReport::Seconds& seconds) const {
-      for (std::size_t i = 0; i < laps_; ++i) seconds.*phases_[i] += times_[i + 1] - times_[i];
+      for (std::size_t i = 1; i < count_; ++i)
+        if (marks_[i].phase != nullptr) seconds.*marks_[i].phase += marks_[i].time - marks_[i - 1].time;
     }
 
    private:
-    bool runs_;
-    std::array<double, 9>& times_;
-    const S& compute_;
-    std::array<Phase, 8> phases_{};
-    std::size_t laps_ = 0;
+    struct Mark {
+      double time = 0;
+      Phase phase = nullptr;
+    };
+    std::vector<Mark> marks_;
+    std::size_t count_ = 0;
+    bool runs_ = false;
   };
 
   C& communicator_;
@@ -639,14 +806,17 @@ class AdamS {
   typename S::Event compared_;
   SharedFlag<S, M> flag_;
   Buffer<double, M> partials_;
-  std::uint64_t bytes_compared_ = 0;             // in the step
+  std::vector<bool> added_;  // buckets of the step that begin_step() began
+  PhaseClock clock_;
+  std::uint64_t bytes_before_ = 0, bytes_compared_ = 0, bytes_of_payload_ = 0;  // the last two in the step
+  Fingerprint order_;                                                           // of its buckets
   double density_before_ = 0, padded_for_ = -1;  // of the masks of the last step, and for which the payload is padded
   bool has_masters_ = false;
   std::size_t micro_batches_ = 0;  // of the step that has begun
   bool at_mask_ = false;           // whether they are in the payload
-  bool rates_are_new_ = true, broken_ = false;
+  bool needs_all_ = false;         // whether buckets can only wait until the last is there
+  bool rates_are_new_ = true, broken_ = false, under_way_ = false;
   int exceptions_ = std::uncaught_exceptions();
-  std::array<double, 9> times_{};
   std::array<StepScalars, 1> host_scalars_;
 };
 

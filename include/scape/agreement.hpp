@@ -107,12 +107,13 @@ void expect_agreement(std::span<const AgreedValue> values, C& communicator, M& m
   if (const std::string text = detail::disagreement(values, read); !text.empty()) throw Error(text);
 }
 
-/// Compares what may come to differ between ranks while they train: number of the step, learning rate, and every bit of
-/// the mask that was exchanged, as 24 bytes a rank. All work is enqueued on the side stream, behind the exchange of the
-/// mask and before the payload at it: on a HostStream no payload of ranks that disagree moves. A CudaStream cannot be
-/// stopped by what its work finds: there rethrow(), called by each step, throws once the comparison has been made.
+/// Compares what may come to differ between ranks while they train: number of the step, learning rate, the order in
+/// which buckets were added, and every bit of the mask that was exchanged, as 32 bytes a rank. All work is enqueued on
+/// the side stream, behind the exchange of the mask and before the payload at it: on a HostStream no payload of ranks
+/// that disagree moves. A CudaStream cannot be stopped by what its work finds: there rethrow(), called by each step,
+/// throws once the comparison has been made.
 ///
-/// Owns 24 bytes a rank in the memory of M and as much in memory that the host can read.
+/// Owns 32 bytes a rank in the memory of M and as much in memory that the host can read.
 template <Stream S, MemoryResource M>
 class StepAgreement {
  public:
@@ -122,13 +123,15 @@ class StepAgreement {
         read_(records_.size(), host_memory_) {}
   StepAgreement(const StepAgreement&) = delete;
 
-  /// Enqueues a comparison. `mask`: all words of a mask that has arrived, or none.
+  /// Enqueues a comparison. `order`: a hash of it. `mask`: all words of a mask that has arrived, or none.
   template <Communicator<S> C>
-  void compare(std::size_t step, float learning_rate, std::span<const MaskWord> mask, C& communicator, const S& side) {
+  void compare(std::size_t step, float learning_rate, std::uint64_t order, std::span<const MaskWord> mask,
+               C& communicator, const S& side) {
     const std::span<MaskWord> own = records_.span().subspan(rank_ * width, width);
     detail::WriteWords<width> write{own.data(), {}};
     detail::write_words(std::uint64_t{step}, write.words);
     detail::write_words(AgreedValue::real("", static_cast<double>(learning_rate)).bits, write.words + 2);
+    detail::write_words(order, write.words + 4);
     for_each(width, write, side);
     hash_words(mask, own.template subspan<width - 2, 2>(), side);
     communicator.all_gather(own, records_.span(), side);
@@ -146,7 +149,7 @@ class StepAgreement {
     if (failed_.load(std::memory_order_relaxed)) return;
     const MaskWord* const own = read_.span().data() + rank_ * width;
     const std::array values = {AgreedValue::integer("number of steps", 0), AgreedValue::real("learning rate", 0),
-                               AgreedValue::hash("mask", 0)};
+                               AgreedValue::hash("order of buckets", 0), AgreedValue::hash("mask", 0)};
     text_ = detail::disagreement(values, read_.span());
     if (text_.empty()) return;
     text_ = "step " + std::to_string(std::uint64_t{own[1]} << 32 | own[0]) + ": " + text_;
@@ -154,7 +157,7 @@ class StepAgreement {
   }
 
  private:
-  static constexpr std::size_t width = 3 * detail::words_a_value;
+  static constexpr std::size_t width = 4 * detail::words_a_value;
 
   std::size_t rank_;
   Buffer<MaskWord, M> records_;

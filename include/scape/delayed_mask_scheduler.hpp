@@ -28,7 +28,7 @@ struct MaskOptions {
   int delay = 1;            ///< steps from a mask's making to its first use; its exchange may take as long
   std::size_t refresh = 1;  ///< a new mask every so many steps
   MaskCoding coding = MaskCoding::automatic;
-  bool payload_by_rank = false;  ///< payloads are not packed: rank r's part begins at r * MaskView::stride
+  bool payload_by_rank = false;  ///< payloads are not packed: each rank has as many positions (PayloadPart::stride)
 };
 
 /// Owns the masks, the one in use and those on their way, and exchanges the owners' parts in the background.
@@ -58,6 +58,7 @@ class DelayedMaskScheduler {
         tables_(tables),
         rank_(static_cast<std::size_t>(rank)),
         options_(options),
+        runs_(plan.buckets() > 1 ? plan.buckets() * static_cast<std::size_t>(plan.ranks()) : 0, memory),
         codes_(plan.ranks() == 1 ? 0 : largest_code_words(), memory),
         workspace_(codes_.size() == 0 ? 0 : largest_workspace_bytes(), memory) {
     expects(rank >= 0 && rank < plan.ranks(), "rank", rank, "must be below the plan's ranks");
@@ -161,12 +162,14 @@ class DelayedMaskScheduler {
     for (const Slot& slot : slots_) sum += slot.words.bytes() + slot.offsets.bytes();
     return sum;
   }
-  std::size_t workspace_bytes() const noexcept { return codes_.bytes() + workspace_.bytes(); }
+  std::size_t workspace_bytes() const noexcept { return runs_.bytes() + codes_.bytes() + workspace_.bytes(); }
 
  private:
   // A mask and, for its density, what is kept in all and how each rank's part travels.
   struct Slot {
     Slot(const MaskPlan& plan, M& memory) : words(plan.words(), memory), offsets(plan.tiles().size(), memory) {
+      parts.reserve(plan.buckets());
+      sums.reserve(plan.buckets() * static_cast<std::size_t>(plan.ranks()));
       codes.reserve(static_cast<std::size_t>(plan.ranks()));
       code_words.reserve(static_cast<std::size_t>(plan.ranks()));
     }
@@ -174,8 +177,8 @@ class DelayedMaskScheduler {
     void set_density(double value, const MaskPlan& plan, const MaskOptions& options) {
       if (value == density) return;
       density = value;
-      stride = options.payload_by_rank ? plan.payload_stride(density, code_words) : 0;
-      kept = options.payload_by_rank ? stride * static_cast<std::size_t>(plan.ranks()) : plan.kept(density);
+      plan.payload_parts(density, options.payload_by_rank, parts, sums);
+      kept = parts.back().begin + parts.back().count;
       codes.clear();
       code_words.clear();
       plan.selected_by_rank(density, code_words);
@@ -193,7 +196,9 @@ class DelayedMaskScheduler {
     Buffer<MaskWord, M> words;
     Buffer<std::size_t, M> offsets;
     double density = -1;
-    std::size_t kept = 0, stride = 0;
+    std::vector<PayloadPart> parts;
+    std::vector<std::size_t> sums;
+    std::size_t kept = 0;
     bool coded = false, arrived = true;  // arrived: compute has waited for it already
     bool has_dense = false;              // whether the bits of dense segments are set
     std::size_t coded_words = 0;
@@ -210,7 +215,7 @@ class DelayedMaskScheduler {
   std::size_t due() const noexcept { return advanced_ ? step_ + static_cast<std::size_t>(options_.delay) : step_; }
 
   MaskView view(const Slot& slot) const noexcept {
-    return {tables_, slot.words.span(), slot.offsets.span(), slot.kept, slot.stride};
+    return {tables_, slot.words.span(), slot.offsets.span(), slot.kept, slot.parts};
   }
 
   // Sets the bits of the dense segments, whose words do not travel: nobody writes them again.
@@ -231,7 +236,11 @@ class DelayedMaskScheduler {
   }
 
   void complete(Slot& slot, const S& stream) {
-    count_offsets(tables_, slot.words.span(), slot.stride, slot.offsets.span(), stream);
+    if (runs_.size() == 0)
+      count_offsets(tables_, slot.words.span(), slot.parts[0].stride, slot.offsets.span(), stream);
+    else
+      count_offsets_in_buckets(tables_, slot.words.span(), options_.payload_by_rank, runs_.span(), slot.offsets.span(),
+                               stream);
     stream.record(slot.ready);
   }
 
@@ -286,6 +295,7 @@ class DelayedMaskScheduler {
   PlanView tables_;
   std::size_t rank_;
   MaskOptions options_;
+  Buffer<std::size_t, M> runs_;
   Buffer<MaskWord, M> codes_;
   Buffer<std::byte, M> workspace_;
   std::vector<Slot> slots_;

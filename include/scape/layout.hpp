@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <initializer_list>
 #include <span>
 #include <vector>
@@ -14,11 +15,12 @@ namespace scape::inline v0 {
 /// A range of the flat parameter space that one rank owns: a tensor, or a piece of one. Elements are kept per segment:
 /// a segment of n elements keeps k = max(1, floor(density * n + 1e-6)) of them.
 struct Segment {
-  std::size_t begin;   ///< first element in the flat space
-  std::size_t count;   ///< elements; 0 is legal
-  int owner;           ///< the rank that selects here
-  bool dense = false;  ///< true: all elements are kept, always (norms, biases)
-  bool decay = true;   ///< false: no weight decay here
+  std::size_t begin;         ///< first element in the flat space
+  std::size_t count;         ///< elements; 0 is legal
+  int owner;                 ///< the rank that selects here
+  bool dense = false;        ///< true: all elements are kept, always (norms, biases)
+  bool decay = true;         ///< false: no weight decay here
+  std::uint32_t bucket = 0;  ///< payloads are reduced bucket by bucket, so that one may leave before the next is ready
 };
 
 /// How the flat space of parameters is cut over ranks. Any type with these three members fits.
@@ -31,15 +33,32 @@ concept ShardedLayout = requires(const L& layout) {
 
 /// A tensor (or bucket) as the layouts below take it: a run of the flat space that follows the one before.
 struct Tensor {
-  std::size_t size;    ///< elements
-  bool dense = false;  ///< as in Segment
-  bool decay = true;   ///< as in Segment
+  std::size_t size;          ///< elements
+  bool dense = false;        ///< as in Segment
+  bool decay = true;         ///< as in Segment
+  std::uint32_t bucket = 0;  ///< as in Segment
 };
+
+/// Numbers the tensors' buckets: runs of neighbours of at least `elements`, from 0 on; the last may be smaller. Returns
+/// how many there are.
+inline std::uint32_t assign_buckets(std::span<Tensor> tensors, std::size_t elements) {
+  std::uint32_t bucket = 0;
+  std::size_t filled = 0;
+  for (Tensor& tensor : tensors) {
+    if (filled >= elements && filled != 0) {
+      ++bucket;
+      filled = 0;
+    }
+    tensor.bucket = bucket;
+    filled += tensor.size;
+  }
+  return tensors.empty() ? 0 : bucket + 1;
+}
 
 /// What "top-k" ranges over.
 enum class Scope {
   tensor,  ///< every tensor keeps its own share
-  shard    ///< neighbouring tensors of one owner with the same flags compete with one another
+  shard    ///< neighbouring tensors of one owner with the same flags and bucket compete with one another
 };
 
 /// Elements of the busiest owner over the mean: 1 is a perfect balance, ranks() the worst.
@@ -71,7 +90,7 @@ class SegmentList {
 
  protected:
   void append(const Tensor& tensor, std::size_t count, int owner) {
-    segments_.push_back({size_, count, owner, tensor.dense, tensor.decay});
+    segments_.push_back({size_, count, owner, tensor.dense, tensor.decay, tensor.bucket});
     size_ += count;
   }
   std::vector<Segment> segments_;
@@ -143,7 +162,8 @@ class TensorLayout : public detail::SegmentList {
     std::vector<Segment> merged;
     for (const Segment& segment : segments_) {
       const bool joins = !merged.empty() && merged.back().owner == segment.owner &&
-                         merged.back().dense == segment.dense && merged.back().decay == segment.decay;
+                         merged.back().dense == segment.dense && merged.back().decay == segment.decay &&
+                         merged.back().bucket == segment.bucket;
       joins ? void(merged.back().count += segment.count) : merged.push_back(segment);
     }
     segments_ = std::move(merged);

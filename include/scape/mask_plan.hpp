@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <span>
 #include <string>
 #include <vector>
@@ -58,15 +59,23 @@ struct PlanView {
   std::span<const Tile> tiles;              ///< in payload order
   std::span<const Segment> segments;        ///< in the layout's order
   std::span<const std::size_t> first_tile;  ///< by rank, and one more: its tiles are [first_tile[r], first_tile[r + 1])
+  std::span<const std::uint32_t> payload_order{};  ///< where there are several buckets: tiles by bucket, owner, index
+  std::span<const std::size_t> payload_runs{};     ///< by bucket and owner, and one more: places in that order
+};
+
+/// The run of payload positions that a bucket's kept elements have.
+struct PayloadPart {
+  std::size_t begin = 0, count = 0;
+  std::size_t stride = 0;  ///< 0, or of a payload by ranks: where each rank's positions begin in it, times the rank
 };
 
 /// A mask with all that is needed to use it.
 struct MaskView {
   PlanView plan;
-  std::span<const MaskWord> words;       ///< bits in mask space; those of no element are zero
-  std::span<const std::size_t> offsets;  ///< by tile: payload position of its first kept element
-  std::size_t kept;                      ///< elements of the payload
-  std::size_t stride = 0;                ///< 0, or of a payload by ranks: where each one's part begins, times the rank
+  std::span<const MaskWord> words;          ///< bits in mask space; those of no element are zero
+  std::span<const std::size_t> offsets;     ///< by tile: payload position of its first kept element
+  std::size_t kept;                         ///< elements of the payload
+  std::span<const PayloadPart> parts{};     ///< by bucket; in host memory
   std::span<const std::uint32_t> chosen{};  ///< the tiles that a pass visits, where it is not all of them: see only()
 
   /// Tiles that a pass visits, and the index of the i-th.
@@ -94,7 +103,8 @@ struct MaskView {
 /// dense segments, which never change and never travel. With uniform parts every rank's part is padded to the largest,
 /// so that one all-gather of equal counts writes straight into the mask: ranks() times the busiest owner's share; with
 /// exact parts nothing is padded, and the communicator must be an UnevenCommunicator.
-/// The payload is in the order of the tiles: by owner, the sparse segments first; within a segment by index.
+/// The payload is in the order of the tiles: by owner, the sparse segments first; within a segment by index. Of several
+/// buckets each has its run of the payload, in that order.
 class MaskPlan {
  public:
   /// `sharded`: for arrays of which every rank holds its own elements only, Tile::own counts those.
@@ -112,6 +122,7 @@ class MaskPlan {
     check();
     place_parts();
     place_tiles();
+    order_payload();
   }
 
   std::size_t size() const noexcept { return size_; }
@@ -133,8 +144,16 @@ class MaskPlan {
   std::size_t first_tile(int rank) const noexcept { return first_tile_[static_cast<std::size_t>(rank)]; }
   std::size_t first_dense_tile(int rank) const noexcept { return first_dense_tile_[static_cast<std::size_t>(rank)]; }
 
+  /// Buckets that payloads are reduced in, and one's tiles, by owner, out of the plan's tables or a copy of them; of
+  /// one bucket alone there is no such list.
+  std::size_t buckets() const noexcept { return (payload_runs_.size() - 1) / static_cast<std::size_t>(ranks_); }
+  std::span<const std::uint32_t> bucket_tiles(PlanView tables, std::size_t bucket) const noexcept {
+    const std::size_t ranks = static_cast<std::size_t>(ranks_), begin = payload_runs_[bucket * ranks];
+    return tables.payload_order.subspan(begin, payload_runs_[(bucket + 1) * ranks] - begin);
+  }
+
   /// The tables as host memory; they live as long as the plan.
-  PlanView view() const noexcept { return {tiles_, segments_, first_tile_}; }
+  PlanView view() const noexcept { return {tiles_, segments_, first_tile_, payload_order_, payload_runs_}; }
 
   /// Elements kept of a segment, of all, and of every rank's segments.
   std::size_t kept(const Segment& segment, double density) const noexcept {
@@ -146,17 +165,12 @@ class MaskPlan {
     return sum;
   }
   std::vector<std::size_t> kept_by_rank(double density) const {
-    std::vector<std::size_t> sums;
-    kept_by_rank(density, sums);
+    std::vector<std::size_t> sums(static_cast<std::size_t>(ranks_));
+    for (const Segment& segment : segments_) sums[static_cast<std::size_t>(segment.owner)] += kept(segment, density);
     return sums;
   }
 
-  /// The last two, the second without the dense segments, into a vector; they allocate only where its capacity is below
-  /// ranks().
-  void kept_by_rank(double density, std::vector<std::size_t>& sums) const {
-    sums.assign(static_cast<std::size_t>(ranks_), 0);
-    for (const Segment& segment : segments_) sums[static_cast<std::size_t>(segment.owner)] += kept(segment, density);
-  }
+  /// The last without the dense segments, into a vector; allocates only where its capacity is below ranks().
   void selected_by_rank(double density, std::vector<std::size_t>& sums) const {
     sums.assign(static_cast<std::size_t>(ranks_), 0);
     for (const Segment& segment : segments_)
@@ -167,15 +181,34 @@ class MaskPlan {
   /// first, as they lie in its part of the mask.
   std::size_t own_elements(int rank) const noexcept { return own_elements_[static_cast<std::size_t>(rank)]; }
 
-  /// The most that a rank keeps, rounded up to whole words of 2 bytes an element.
-  std::size_t payload_stride(double density, std::vector<std::size_t>& sums) const {
-    kept_by_rank(density, sums);
-    const std::size_t most = *std::max_element(sums.begin(), sums.end());
-    return most + most % 2;
+  /// The payload of a mask by buckets. By ranks: each rank has as many positions of a bucket as the busiest keeps
+  /// there, rounded up to whole words of 2 bytes an element; else nothing is padded. Into a vector: allocates only
+  /// where a capacity is below buckets() or, of `sums`, which is scratch, buckets() * ranks().
+  void payload_parts(double density, bool by_rank, std::vector<PayloadPart>& parts,
+                     std::vector<std::size_t>& sums) const {
+    const std::size_t ranks = static_cast<std::size_t>(ranks_);
+    sums.assign(buckets() * ranks, 0);
+    for (const Segment& segment : segments_)
+      sums[segment.bucket * ranks + static_cast<std::size_t>(segment.owner)] += kept(segment, density);
+    parts.clear();
+    std::size_t begin = 0;
+    for (auto run = sums.begin(); run != sums.end(); run += static_cast<std::ptrdiff_t>(ranks)) {
+      const auto end = run + static_cast<std::ptrdiff_t>(ranks);
+      const std::size_t most = *std::max_element(run, end), stride = by_rank ? most + most % 2 : 0;
+      parts.push_back({begin, by_rank ? stride * ranks : std::accumulate(run, end, std::size_t{0}), stride});
+      begin += parts.back().count;
+    }
   }
-  std::size_t payload_stride(double density) const {
+  std::vector<PayloadPart> payload_parts(double density, bool by_rank) const {
+    std::vector<PayloadPart> parts;
     std::vector<std::size_t> sums;
-    return payload_stride(density, sums);
+    payload_parts(density, by_rank, parts, sums);
+    return parts;
+  }
+  /// Positions in all.
+  std::size_t payload_size(double density, bool by_rank) const {
+    const std::vector<PayloadPart> parts = payload_parts(density, by_rank);
+    return parts.back().begin + parts.back().count;
   }
 
   /// Equal on two ranks whose layouts are equal; another number, almost surely, where anything differs.
@@ -188,7 +221,7 @@ class MaskPlan {
       hash.add(std::uint64_t{segment.begin})
           .add(std::uint64_t{segment.count})
           .add(static_cast<std::uint64_t>(segment.owner))
-          .add(std::uint64_t{segment.dense} * 2 + std::uint64_t{segment.decay});
+          .add(std::uint64_t{segment.bucket} * 4 + std::uint64_t{segment.dense} * 2 + std::uint64_t{segment.decay});
     return hash.value();
   }
 
@@ -205,6 +238,8 @@ class MaskPlan {
       expects(segment.count <= size_ - end, name + ".count", segment.count, "runs past the layout's size");
       expects(segment.owner >= 0 && segment.owner < ranks_, name + ".owner", segment.owner, "must be a rank, 0 to ",
               (ranks_ - 1));
+      expects(segment.bucket < segments_.size(), name + ".bucket", segment.bucket,
+              "must be below the number of segments, ", segments_.size());
       end += segment.count;
     }
     expects(end == size_, "layout.size()", size_, "the segments cover ", end, " elements");
@@ -241,6 +276,28 @@ class MaskPlan {
     words_ = dense_word;
   }
 
+  void order_payload() {
+    std::uint32_t last = 0;
+    for (const Segment& segment : segments_) last = std::max(last, segment.bucket);
+    if (last == 0) {
+      payload_runs_ = first_tile_;
+      return;
+    }
+    const std::size_t ranks = static_cast<std::size_t>(ranks_);
+    const auto run = [&](std::size_t tile) {
+      const Segment& segment = segments_[tiles_[tile].segment];
+      return segment.bucket * ranks + static_cast<std::size_t>(segment.owner);
+    };
+    expects(tiles_.size() <= 0xffffffff, "layout.size()", size_, "is too large for several buckets");
+    payload_runs_.assign((last + std::size_t{1}) * ranks + 1, 0);
+    for (std::size_t tile = 0; tile < tiles_.size(); ++tile) ++payload_runs_[run(tile) + 1];
+    std::partial_sum(payload_runs_.begin(), payload_runs_.end(), payload_runs_.begin());
+    std::vector<std::size_t> next(payload_runs_.begin(), payload_runs_.end() - 1);
+    payload_order_.resize(tiles_.size());
+    for (std::size_t tile = 0; tile < tiles_.size(); ++tile)
+      payload_order_[next[run(tile)]++] = static_cast<std::uint32_t>(tile);
+  }
+
   void append_tiles(std::uint32_t index, std::size_t& word, std::size_t& own, std::uint32_t large) {
     const Segment& segment = segments_[index];
     for (std::size_t done = 0; done < segment.count; done += tile_bits)
@@ -257,7 +314,8 @@ class MaskPlan {
   std::vector<Segment> segments_;
   std::vector<std::size_t> part_words_, part_begin_, own_elements_;
   std::vector<Tile> tiles_;
-  std::vector<std::size_t> first_tile_, first_dense_tile_;
+  std::vector<std::size_t> first_tile_, first_dense_tile_, payload_runs_;
+  std::vector<std::uint32_t> payload_order_;
 };
 
 }  // namespace scape::inline v0

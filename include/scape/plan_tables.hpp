@@ -5,11 +5,12 @@
 #include <scape/stream.hpp>
 
 #include <cstddef>
+#include <cstdint>
 
 namespace scape::inline v0 {
 
-/// A MaskPlan's tables in memory that the stream's work can read: 40 bytes for every 4,096 elements
-/// and 24 a segment. Must stay until the streams that use it have passed.
+/// A MaskPlan's tables in memory that the stream's work can read: 40 bytes for every 4,096 elements, 44 where there are
+/// several buckets, and 32 a segment. Must stay until the streams that use it have passed.
 template <MemoryResource M>
 class PlanTables {
  public:
@@ -18,20 +19,30 @@ class PlanTables {
   PlanTables(const MaskPlan& plan, M& memory, const S& stream)
       : tiles_(plan.tiles().size(), memory),
         segments_(plan.segments().size(), memory),
-        first_tile_(plan.view().first_tile.size(), memory) {
+        first_tile_(plan.view().first_tile.size(), memory),
+        payload_order_(plan.view().payload_order.size(), memory),
+        payload_runs_(plan.view().payload_runs.size(), memory) {
     copy_values(plan.view().tiles, tiles_.span(), stream);
     copy_values(plan.view().segments, segments_.span(), stream);
     copy_values(plan.view().first_tile, first_tile_.span(), stream);
+    copy_values(plan.view().payload_order, payload_order_.span(), stream);
+    copy_values(plan.view().payload_runs, payload_runs_.span(), stream);
     stream.synchronize();
   }
 
-  PlanView view() const noexcept { return {tiles_.span(), segments_.span(), first_tile_.span()}; }
-  std::size_t bytes() const noexcept { return tiles_.bytes() + segments_.bytes() + first_tile_.bytes(); }
+  PlanView view() const noexcept {
+    return {tiles_.span(), segments_.span(), first_tile_.span(), payload_order_.span(), payload_runs_.span()};
+  }
+  std::size_t bytes() const noexcept {
+    return tiles_.bytes() + segments_.bytes() + first_tile_.bytes() + payload_order_.bytes() + payload_runs_.bytes();
+  }
 
  private:
   Buffer<Tile, M> tiles_;
   Buffer<Segment, M> segments_;
   Buffer<std::size_t, M> first_tile_;
+  Buffer<std::uint32_t, M> payload_order_;
+  Buffer<std::size_t, M> payload_runs_;
 };
 
 }  // namespace scape::inline v0

@@ -8,6 +8,7 @@
 #include <scape/stream.hpp>
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 namespace scape::inline v0 {
@@ -34,6 +35,17 @@ struct AddScaled {
   float* values;
   ScaledGradient<G> gradient;
   SCAPE_HOST_DEVICE void operator()(std::size_t i) const { values[i] = scape::add(values[i], gradient(i)); }
+};
+// The same in chosen tiles, 4096 places each.
+template <class G>
+struct AddScaledInTiles {
+  const Tile* tiles;
+  const std::uint32_t* chosen;
+  AddScaled<G> add;
+  SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
+    const Tile& tile = tiles[chosen[i / tile_bits]];
+    if (i % tile_bits < tile.count) add(tile.element + i % tile_bits);
+  }
 };
 // Behind AddScaled, at the mask: the payload grows, and the state is what the rule leaves of a kept element's.
 template <class G, class Rule>
@@ -98,11 +110,18 @@ class ResidualStore {
     for_each(values_.size(), detail::AddScaled<G>{values_.span().data(), {gradient.data(), &scalars}}, stream);
   }
 
-  /// The same where one was: what it leaves at the mask goes to the payload, too.
+  /// The same where one was, in the tiles that the mask's passes visit: what it leaves at the mask goes to the payload,
+  /// too.
   template <class G, class Rule, Stream S>
   void add(std::span<const G> gradient, MaskView mask, std::span<float> payload, const Rule& rule,
            const StepScalars& scalars, const S& stream) const {
-    add(gradient, scalars, stream);
+    if (mask.chosen.empty())
+      add(gradient, scalars, stream);
+    else
+      for_each(mask.visits() * tile_bits,
+               detail::AddScaledInTiles<G>{
+                   mask.plan.tiles.data(), mask.chosen.data(), {values_.span().data(), {gradient.data(), &scalars}}},
+               stream);
     expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
     for_each_kept(
         mask, detail::AddToPayload<G, Rule>{values_.span().data(), payload.data(), {gradient.data(), &scalars}, rule},

@@ -131,14 +131,14 @@ class MasterStore {
   }
 
   /// Rounds the kept masters, into this rank's parameters, and starts their way to the other ranks. Sends
-  /// (W - 1) * mask.stride * sizeof(P).
+  /// (W - 1) * sizeof(P) times the stride of each of the mask's parts.
   template <Communicator<S> C, class Scalars>
   void send(MaskView mask, std::span<P> parameters, const Scalars& scalars, C& communicator, const S& compute,
             const S& side) {
     update(mask.part(first_tile(rank_), first_tile(rank_ + 1)),
            detail::RoundKept<P>{masters_.span().data(), values_.span().data(), parameters.data()}, scalars, compute);
     if (plan_.ranks() == 1) return;
-    gather(mask.stride, communicator, compute, side);
+    for (const PayloadPart& part : mask.parts) gather(part.begin, part.stride, communicator, compute, side);
   }
 
   /// Puts the other ranks' values into the parameters, once they have arrived.
@@ -162,7 +162,7 @@ class MasterStore {
                detail::RoundMasters<P>{masters_.span().data() + own, values_.span().data() + rank_ * stride,
                                        masters_.size() - own},
                compute);
-      if (ranks > 1) gather(stride, communicator, compute, side);
+      if (ranks > 1) gather(0, stride, communicator, compute, side);
       compute.wait_for(arrived_);
       for (std::size_t rank = 0; rank < ranks; ++rank) {
         // The tiles of a rank ascend in its own elements.
@@ -188,11 +188,11 @@ class MasterStore {
     return tables_.tiles.subspan(first_tile(rank), first_tile(rank + 1) - first_tile(rank));
   }
 
-  // Every rank's `stride` values, which is an even number, so whole words.
+  // Every rank's `stride` values, from `begin` on; both are even numbers, so these are whole words.
   template <Communicator<S> C>
-  void gather(std::size_t stride, C& communicator, const S& compute, const S& side) {
+  void gather(std::size_t begin, std::size_t stride, C& communicator, const S& compute, const S& side) {
     const std::size_t ranks = static_cast<std::size_t>(plan_.ranks()), words = stride * sizeof(P) / sizeof(MaskWord);
-    const std::span<MaskWord> all(reinterpret_cast<MaskWord*>(values_.span().data()), ranks * words);
+    const std::span<MaskWord> all(reinterpret_cast<MaskWord*>(values_.span().data() + begin), ranks * words);
     compute.record(rounded_);
     side.wait_for(rounded_);
     communicator.all_gather(all.subspan(rank_ * words, words), all, side);

@@ -72,6 +72,25 @@ class SparseBufferReducer {
     side.record(reduced_);
   }
 
+  /// The same of one bucket's part of it: several may be under way, one after the other.
+  template <Communicator<S> C>
+  void reduce(const PayloadPart& part, C& communicator, const S& compute, const S& side) {
+    const std::span<float> values = payload_.span().subspan(part.begin, part.count);
+    begin(compute, side);
+    communicator.all_reduce_mean(values, values, side);
+    side.record(reduced_);
+  }
+
+  /// The same to the owners, in place: this rank's positions get the mean.
+  template <Communicator<S> C>
+  void reduce_scatter(const PayloadPart& part, C& communicator, const S& compute, const S& side) {
+    const std::span<float> values = payload_.span().subspan(part.begin, part.count);
+    begin(compute, side);
+    communicator.reduce_scatter_mean(
+        values, values.subspan(static_cast<std::size_t>(communicator.rank()) * part.stride, part.stride), side);
+    side.record(reduced_);
+  }
+
   /// The same to the owners: the mask's positions are padded, rank r's from r * stride on (count_offsets with that
   /// stride), and `own` (stride long) gets the mean of this rank's; it may be
   /// their place in the payload. Half the bytes of `reduce`, but for padding.

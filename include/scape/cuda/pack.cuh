@@ -5,6 +5,7 @@
 #include <scape/elias_fano.hpp>
 #include <scape/mask_plan.hpp>
 
+#include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include <cstddef>
@@ -86,6 +87,66 @@ __global__ void __launch_bounds__(scan_threads)
       carry += sum;
       __syncthreads();
     }
+  }
+}
+
+// A payload's runs of tiles, one for each bucket and rank.
+struct PayloadRuns {
+  const std::uint32_t* order;
+  const std::size_t* begin;
+  std::size_t ranks;
+};
+
+// A block for each run: its set bits, from those of its tiles.
+template <int = 0>  // inline, which kernels cannot be
+__global__ void __launch_bounds__(block_threads)
+    sum_runs_kernel(PayloadRuns runs, const std::size_t* counts, std::size_t* sums) {
+  using Reduce = cub::BlockReduce<std::size_t, block_threads>;
+  __shared__ typename Reduce::TempStorage scratch;
+  const std::size_t end = runs.begin[blockIdx.x + 1];
+  std::size_t sum = 0;
+  for (std::size_t i = runs.begin[blockIdx.x] + threadIdx.x; i < end; i += block_threads) sum += counts[runs.order[i]];
+  sum = Reduce(scratch).Sum(sum);
+  if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+// The same blocks: from what runs hold to where their tiles begin.
+template <int = 0>  // inline, which kernels cannot be
+__global__ void __launch_bounds__(block_threads)
+    place_runs_kernel(PayloadRuns runs, bool by_rank, const std::size_t* sums, std::size_t* counts) {
+  using Reduce = cub::BlockReduce<std::size_t, block_threads>;
+  using Scan = cub::BlockScan<std::size_t, block_threads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ union {
+    typename Reduce::TempStorage reduce;
+    typename Scan::TempStorage scan;
+  } scratch;
+  __shared__ std::size_t start;
+  const std::size_t ranks = runs.ranks, bucket = blockIdx.x / ranks, rank = blockIdx.x % ranks;
+  const auto stride = [&](std::size_t b) {
+    std::size_t most = 0;
+    for (std::size_t r = 0; r < ranks; ++r) most = sums[b * ranks + r] > most ? sums[b * ranks + r] : most;
+    return most + most % 2;
+  };
+  std::size_t before = 0;
+  if (by_rank) {
+    for (std::size_t b = threadIdx.x; b < bucket; b += block_threads) before += ranks * stride(b);
+    if (threadIdx.x == 0) before += rank * stride(bucket);
+  } else {
+    for (std::size_t run = threadIdx.x; run < blockIdx.x; run += block_threads) before += sums[run];
+  }
+  before = Reduce(scratch.reduce).Sum(before);
+  if (threadIdx.x == 0) start = before;
+  __syncthreads();
+  std::size_t carry = start;
+  const std::size_t end = runs.begin[blockIdx.x + 1];
+  for (std::size_t i = runs.begin[blockIdx.x]; i < end; i += block_threads) {
+    const std::size_t place = i + threadIdx.x;
+    const std::size_t tile = place < end ? runs.order[place] : 0;
+    std::size_t count = place < end ? counts[tile] : 0, sum;
+    Scan(scratch.scan).ExclusiveSum(count, count, sum);
+    if (place < end) counts[tile] = carry + count;
+    carry += sum;
+    __syncthreads();
   }
 }
 
@@ -227,6 +288,19 @@ inline void count_offsets(PlanView plan, std::span<const MaskWord> words, std::s
   detail::count_runs(words.data(), plan.tiles.size(), detail::WordsOfTile{plan.tiles.data()}, offsets.data(), stream);
   detail::launch(detail::scan_kernel<>, 1, detail::scan_threads, stream, offsets.data(), plan.tiles.size(),
                  plan.first_tile.data(), plan.first_tile.size() - 1, stride);
+}
+
+inline void count_offsets_in_buckets(PlanView plan, std::span<const MaskWord> words, bool by_rank,
+                                     std::span<std::size_t> sums, std::span<std::size_t> offsets,
+                                     const CudaStream& stream) {
+  if (plan.tiles.empty()) return;
+  const detail::PayloadRuns runs{plan.payload_order.data(), plan.payload_runs.data(), plan.first_tile.size() - 1};
+  const std::size_t blocks = plan.payload_runs.size() - 1;
+  detail::count_runs(words.data(), plan.tiles.size(), detail::WordsOfTile{plan.tiles.data()}, offsets.data(), stream);
+  detail::launch(detail::sum_runs_kernel<>, blocks, detail::block_threads, stream, runs,
+                 static_cast<const std::size_t*>(offsets.data()), sums.data());
+  detail::launch(detail::place_runs_kernel<>, blocks, detail::block_threads, stream, runs, by_rank,
+                 static_cast<const std::size_t*>(sums.data()), offsets.data());
 }
 
 inline void list_bits(std::span<const MaskWord> words, std::span<std::size_t> indices, std::span<std::byte> workspace,

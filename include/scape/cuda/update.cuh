@@ -217,29 +217,28 @@ __global__ void __launch_bounds__(block_threads) sum_kernel(const double* values
 
 // A thread a tile: for reports only, and in the host's order.
 template <int = 0>  // inline, which kernels cannot be
-__global__ void overlap_kernel(DeviceMask mask, std::size_t tiles, const MaskWord* before, const float* payload,
-                               double* partials, StepScalars* scalars) {
-  const std::size_t i = blockIdx.x * std::size_t{block_threads} + threadIdx.x;
-  if (i >= tiles) return;
+__global__ void overlap_kernel(DeviceMask mask, std::size_t visits, std::size_t tiles, const MaskWord* before,
+                               const float* payload, double* partials, StepScalars* scalars) {
+  const std::size_t visit = blockIdx.x * std::size_t{block_threads} + threadIdx.x;
+  if (visit >= visits) return;
+  const std::size_t i = mask.chosen == nullptr ? visit : mask.chosen[visit];
   const Tile tile = mask.tiles[i];
   std::size_t position = mask.offsets[i];
   unsigned long long overlap = 0;
-  double squares = 0;
+  double squares = 0, all = 0;
   for (std::size_t word = tile.bit / word_bits; word < tile.bit / word_bits + words_for(tile.count); ++word) {
     const MaskWord both = mask.words[word] & before[word];
     overlap += static_cast<unsigned>(__popc(both));
     for (MaskWord bits = mask.words[word]; bits != 0; bits &= bits - 1, ++position) {
       const double x = static_cast<double>(payload[position]);
       if (both >> (__ffs(static_cast<int>(bits)) - 1) & 1) squares = __dadd_rn(squares, __dmul_rn(x, x));
+      all = __dadd_rn(all, __dmul_rn(x, x));
     }
   }
   partials[i] = squares;
+  partials[tiles + i] = all;
   atomicAdd(reinterpret_cast<unsigned long long*>(&scalars->overlap), overlap);
 }
-
-struct ClearOverlap {
-  __device__ void operator()(StepScalars& scalars) const { scalars.overlap = 0; }
-};
 
 inline std::size_t blocks_for(std::size_t count, std::size_t each) { return count / each + (count % each != 0); }
 
@@ -308,12 +307,18 @@ void squared_norm(std::size_t count, F value, std::span<double> partials, double
 
 inline void mask_overlap(std::span<const MaskWord> before, MaskView mask, std::span<const float> payload,
                          std::span<double> partials, StepScalars& scalars, const CudaStream& stream) {
-  const std::size_t tiles = mask.plan.tiles.size();
-  transform(scalars, detail::ClearOverlap{}, stream);
-  detail::launch(detail::overlap_kernel<>, detail::blocks_for(tiles, detail::block_threads), detail::block_threads,
-                 stream, detail::DeviceMask(mask), tiles, before.data(), payload.data(), partials.data(), &scalars);
-  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, static_cast<const double*>(partials.data()),
-                 tiles, &scalars.squared_overlap);
+  const std::size_t visits = mask.visits();
+  detail::launch(detail::overlap_kernel<>, detail::blocks_for(visits, detail::block_threads), detail::block_threads,
+                 stream, detail::DeviceMask(mask), visits, mask.plan.tiles.size(), before.data(), payload.data(),
+                 partials.data(), &scalars);
+}
+
+inline void sum_overlap(std::size_t tiles, std::span<const double> partials, StepScalars& scalars,
+                        const CudaStream& stream) {
+  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, partials.data(), tiles,
+                 &scalars.squared_overlap);
+  detail::launch(detail::sum_kernel<>, 1, detail::block_threads, stream, partials.data() + tiles, tiles,
+                 &scalars.squared_payload);
 }
 
 }  // namespace scape::inline v0

@@ -331,17 +331,25 @@ inline void unpack_bits(std::span<const MaskWord> words, std::size_t first_bit, 
   });
 }
 
+namespace detail {
+
+inline void count_tiles(HostPool& pool, PlanView plan, std::span<const MaskWord> words, std::span<std::size_t> counts) {
+  run_parts(pool, plan.tiles.size(), 32, [=](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      const Tile& tile = plan.tiles[i];
+      counts[i] = count_bits(words.data() + tile.bit / word_bits, words_for(tile.count));
+    }
+  });
+}
+
+}  // namespace detail
+
 /// By tile: the payload position of its first kept element. With stride 0 the payload has no gaps; else rank r's part
 /// begins at r * stride, which must be no less than any rank keeps.
 inline void count_offsets(PlanView plan, std::span<const MaskWord> words, std::size_t stride,
                           std::span<std::size_t> offsets, const HostStream& stream) {
   stream.enqueue([=, &pool = stream.pool()] {
-    detail::run_parts(pool, plan.tiles.size(), 32, [=](std::size_t begin, std::size_t end) {
-      for (std::size_t i = begin; i < end; ++i) {
-        const Tile& tile = plan.tiles[i];
-        offsets[i] = detail::count_bits(words.data() + tile.bit / word_bits, words_for(tile.count));
-      }
-    });
+    detail::count_tiles(pool, plan, words, offsets);
     std::size_t offset = 0;
     for (std::size_t rank = 0; rank + 1 < plan.first_tile.size(); ++rank) {
       if (stride != 0) offset = rank * stride;
@@ -350,6 +358,38 @@ inline void count_offsets(PlanView plan, std::span<const MaskWord> words, std::s
         offsets[i] = offset;
         offset += count;
       }
+    }
+  });
+}
+
+/// The same for the payload of several buckets (MaskPlan::payload_parts). The span without a
+/// name: scratch, one for each bucket and rank.
+inline void count_offsets_in_buckets(PlanView plan, std::span<const MaskWord> words, bool by_rank,
+                                     std::span<std::size_t>, std::span<std::size_t> offsets, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    detail::count_tiles(pool, plan, words, offsets);
+    const std::size_t ranks = plan.first_tile.size() - 1;
+    const auto run = [&](std::size_t r) {
+      return plan.payload_order.subspan(plan.payload_runs[r], plan.payload_runs[r + 1] - plan.payload_runs[r]);
+    };
+    std::size_t offset = 0;
+    for (std::size_t bucket = 0; bucket + 1 < plan.payload_runs.size(); bucket += ranks) {
+      std::size_t most = 0;
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
+        std::size_t count = 0;
+        for (const std::uint32_t tile : run(bucket + rank)) count += offsets[tile];
+        most = std::max(most, count);
+      }
+      const std::size_t begin = offset, stride = most + most % 2;
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
+        if (by_rank) offset = begin + rank * stride;
+        for (const std::uint32_t tile : run(bucket + rank)) {
+          const std::size_t count = offsets[tile];
+          offsets[tile] = offset;
+          offset += count;
+        }
+      }
+      if (by_rank) offset = begin + ranks * stride;
     }
   });
 }

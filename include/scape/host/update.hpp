@@ -257,29 +257,41 @@ void squared_norm(std::size_t count, F value, std::span<double> partials, double
   });
 }
 
-/// Of the elements kept now and in the mask before: how many, and the sum of their payload's squares, in a fixed order.
+/// Of the elements kept now and in the mask before: adds how many there are to scalars.overlap. By tile, into partials,
+/// two for each: the squares of the payload at those elements, and at all. sum_overlap() adds those up.
 inline void mask_overlap(std::span<const MaskWord> before, MaskView mask, std::span<const float> payload,
                          std::span<double> partials, StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
     std::atomic<std::uint64_t> overlap = 0;
-    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
+    pool.run(mask.visits(), [&](std::size_t visit) {
+      const std::size_t i = mask.visited(visit);
       const Tile& tile = mask.plan.tiles[i];
       std::size_t position = mask.offsets[i];
       std::uint64_t count = 0;
-      double squares = 0;
+      double squares = 0, all = 0;
       for (std::size_t word = tile.bit / word_bits; word < tile.bit / word_bits + words_for(tile.count); ++word) {
         const MaskWord both = mask.words[word] & before[word];
         count += static_cast<std::uint64_t>(std::popcount(both));
         for (MaskWord bits = mask.words[word]; bits != 0; bits &= bits - 1, ++position) {
           const double x = static_cast<double>(payload[position]);
           if (both >> std::countr_zero(bits) & 1) squares += x * x;
+          all += x * x;
         }
       }
       partials[i] = squares;
+      partials[mask.plan.tiles.size() + i] = all;
       overlap += count;
     });
-    scalars.overlap = overlap;
-    scalars.squared_overlap = detail::sum_of_run(partials.data(), mask.plan.tiles.size());
+    scalars.overlap += overlap;
+  });
+}
+
+/// What mask_overlap left of all tiles: squared_overlap and squared_payload, in a fixed order.
+inline void sum_overlap(std::size_t tiles, std::span<const double> partials, StepScalars& scalars,
+                        const HostStream& stream) {
+  stream.enqueue([=, &scalars] {
+    scalars.squared_overlap = detail::sum_of_run(partials.data(), tiles);
+    scalars.squared_payload = detail::sum_of_run(partials.data() + tiles, tiles);
   });
 }
 
