@@ -3,9 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 extern "C" void openblas_set_num_threads(int) __attribute__((weak));  // null where the BLAS is another one
 
@@ -52,6 +56,8 @@ struct Model::Network {
   Tensor embedding, final_norm, unembedding;
   std::vector<Layer> layers;
   Tensor rotation, mask;
+  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators;  // of gradients, by tensor
+  std::function<void(std::size_t)> ready;
 
   Network(const ModelShape& shape, std::uint64_t seed);
   Tensor attention(const Layer& layer, const Tensor& x) const;
@@ -107,6 +113,13 @@ Model::Network::Network(const ModelShape& shape, std::uint64_t seed)
       values.normal_(0, slot.deviation, generator);
     *slot.tensor = values.view(slot.shape).detach().requires_grad_();
     slot.tensor->mutable_grad() = gradients.narrow(0, begin, count).view(slot.shape);
+    accumulators.push_back(torch::autograd::impl::grad_accumulator(*slot.tensor));
+    using Tensors = std::vector<Tensor>;
+    const auto tell = [this, i = accumulators.size() - 1](const Tensors& outputs, const Tensors&) -> Tensors {
+      if (ready) ready(i);
+      return outputs;
+    };
+    accumulators.back()->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(tell));
     begin += count;
   }
 }
@@ -159,8 +172,9 @@ std::span<const float> Model::gradients() const {
   return {network_->gradients.data_ptr<float>(), static_cast<std::size_t>(network_->gradients.numel())};
 }
 
-float Model::forward_backward(std::span<const std::uint8_t> windows) {
+float Model::forward_backward(std::span<const std::uint8_t> windows, std::function<void(std::size_t)> ready) {
   network_->gradients.zero_();
+  network_->ready = std::move(ready);
   const Tensor loss = network_->loss(windows);
   loss.backward();  // adds to the views of the flat gradient
   return loss.item<float>();

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -35,8 +36,9 @@ class Model {
   std::span<const float> gradients() const;
 
   // Windows are `context + 1` bytes each, one after the other: all but the last byte are read, all but the first are
-  // predicted. Returns the mean loss in nats per byte, and overwrites the gradients with those of that mean.
-  float forward_backward(std::span<const std::uint8_t> windows);
+  // predicted. Returns the mean loss in nats per byte, and overwrites the gradients with those of that mean. Backward
+  // calls ready(i) as soon as the gradient of the i-th tensor is in place, the last tensors first.
+  float forward_backward(std::span<const std::uint8_t> windows, std::function<void(std::size_t)> ready = {});
 
   // The mean loss alone.
   float loss(std::span<const std::uint8_t> windows) const;

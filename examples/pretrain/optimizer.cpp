@@ -1,10 +1,14 @@
 #include "optimizer.hpp"
 
+#include <scape/bfloat16.hpp>
 #include <scape/mpi/communicator.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <numeric>
+#include <optional>
+#include <type_traits>
 
 namespace pretrain {
 namespace {
@@ -20,13 +24,18 @@ class AdamW final : public Optimizer {
     for (auto* array : {&gradient_, &first_moment_, &second_moment_}) array->resize(size);
   }
 
-  StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate, bool) override {
+  void begin(std::span<const float> gradients, double learning_rate, bool) override {
+    given_ = gradients;
+    learning_rate_ = learning_rate;
+  }
+
+  StepFigures end(std::span<float> parameters) override {
     const auto start = std::chrono::steady_clock::now();
     const std::uint64_t sent = context_.communicator.bytes_sent();
-    context_.communicator.all_reduce_mean(gradients, std::span<float>(gradient_), context_.compute);
+    context_.communicator.all_reduce_mean(given_, std::span<float>(gradient_), context_.compute);
     context_.compute.synchronize();
     const auto reduced = std::chrono::steady_clock::now();
-    update(parameters, static_cast<float>(learning_rate));
+    update(parameters, static_cast<float>(learning_rate_));
     const auto end = std::chrono::steady_clock::now();
 
     StepFigures figures;
@@ -69,26 +78,35 @@ class AdamW final : public Optimizer {
   const Options& options_;
   const std::vector<ModelTensor>& tensors_;
   RankContext<Communicator>& context_;
+  std::span<const float> given_;
+  double learning_rate_ = 0;
   std::vector<float> gradient_, first_moment_, second_moment_;
   int steps_ = 0;
 };
 
-std::vector<scape::Tensor> describe(const std::vector<ModelTensor>& tensors) {
+std::vector<scape::Tensor> describe(const Options& options, const std::vector<ModelTensor>& tensors) {
   std::vector<scape::Tensor> described;
-  for (const ModelTensor& tensor : tensors)
+  std::size_t size = 0;
+  for (const ModelTensor& tensor : tensors) {
     described.push_back({.size = tensor.size, .dense = tensor.is_norm, .decay = !tensor.is_norm});
+    size += tensor.size;
+  }
+  if (options.overlap) scape::assign_buckets(described, size / options.buckets);
   return described;
 }
 
 // AdamS with one of the library's rules; dense where the sparsity is 0.
-template <class Communicator, class Rule>
+template <class Communicator, class Rule, class Masters>
 class Scape final : public Optimizer {
+  using AdamS = scape::AdamS<scape::HostStream, Communicator, scape::HostMemory, Rule, Masters>;
+  using Parameter = typename Masters::Parameter;
+
  public:
-  Scape(const Options& options, const Run& run, const std::vector<ModelTensor>& tensors,
+  Scape(const Options& options, const Run& run, const std::vector<ModelTensor>& tensors, std::span<float> parameters,
         RankContext<Communicator>& context, const Rule& rule)
       : context_(context),
-        layout_(describe(tensors), options.ranks,
-                options.select_per_shard ? scape::Scope::shard : scape::Scope::tensor),
+        tensors_(describe(options, tensors)),
+        layout_(tensors_, options.ranks, options.select_per_shard ? scape::Scope::shard : scape::Scope::tensor),
         adams_(layout_, context.communicator, context.memory, context.compute, context.side,
                scape::AdamSOptions{
                    .learning_rate = static_cast<float>(run.learning_rate),
@@ -101,55 +119,109 @@ class Scape final : public Optimizer {
                    .delay = options.delay,
                    .mask_coding = options.mask_coding,
                },
-               rule) {}
+               rule),
+        overlaps_(options.overlap) {
+    if constexpr (Masters::sharded) {
+      adams_.load_masters(parameters, context.compute);
+      context.compute.synchronize();
+      for (float& value : parameters) value = static_cast<float>(rounded_.emplace_back(value));
+    }
+    for (const scape::Tensor& tensor : tensors_)
+      unready_.resize(std::max<std::size_t>(unready_.size(), tensor.bucket + 1));
+  }
 
-  StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate,
-                   bool timed) override {
-    scape::StepReport report;
+  void begin(std::span<const float> gradients, double learning_rate, bool timed) override {
+    gradients_ = gradients;
+    timed_ = timed;
     adams_.set_learning_rate(static_cast<float>(learning_rate));
-    adams_.step(gradients, parameters, context_.compute, timed ? &report : nullptr);
+    if (!overlaps_) return;
+    std::fill(unready_.begin(), unready_.end(), 0);
+    for (const scape::Tensor& tensor : tensors_) ++unready_[tensor.bucket];
+    left_ = unready_.size();
+    step_.emplace(adams_.begin_step(gradients, context_.compute, timed ? &report_ : nullptr));
+  }
+
+  // The last bucket first, as backward goes, in the same order on all ranks.
+  void ready(std::size_t tensor) override {
+    --unready_[tensors_[tensor].bucket];
+    for (; left_ != 0 && unready_[left_ - 1] == 0; --left_) step_->add(left_ - 1);
+  }
+
+  StepFigures end(std::span<float> parameters) override {
+    if (overlaps_)
+      step_->finish(held(parameters));
+    else
+      adams_.step(gradients_, held(parameters), context_.compute, timed_ ? &report_ : nullptr);
+    step_.reset();
+    if constexpr (Masters::sharded) {
+      context_.compute.synchronize();
+      std::transform(rounded_.begin(), rounded_.end(), parameters.begin(),
+                     [](Parameter value) { return static_cast<float>(value); });
+    }
 
     StepFigures figures;
-    figures.timed = timed;
-    figures.mask_bytes = report.mask_bytes;
-    figures.payload_bytes = report.payload_bytes;
-    figures.times.accumulate = report.seconds.accumulate;
-    figures.times.select = report.seconds.select;
-    figures.times.wait = report.seconds.mask_wait;
-    figures.times.payload = report.seconds.payload_wait;
-    figures.times.update = report.seconds.update;
+    figures.timed = timed_;
+    if (!timed_) return figures;
+    figures.mask_bytes = report_.mask_bytes;
+    figures.payload_bytes = report_.payload_bytes + report_.parameter_bytes;
+    figures.times.accumulate = report_.seconds.accumulate;
+    figures.times.select = report_.seconds.select;
+    figures.times.wait = report_.seconds.mask_wait;
+    figures.times.payload = report_.seconds.payload_wait + report_.seconds.parameter_wait;
+    figures.times.update = report_.seconds.update;
     return figures;
   }
 
  private:
+  std::span<Parameter> held(std::span<float> parameters) {
+    if constexpr (Masters::sharded)
+      return rounded_;
+    else
+      return parameters;
+  }
+
   RankContext<Communicator>& context_;
+  std::vector<scape::Tensor> tensors_;
   scape::TensorLayout layout_;
-  scape::AdamS<scape::HostStream, Communicator, scape::HostMemory, Rule> adams_;
+  AdamS adams_;
+  std::vector<Parameter> rounded_;  // where masters are sharded: what the model computes with
+  bool overlaps_, timed_ = false;
+  std::span<const float> gradients_;
+  scape::StepReport report_;
+  std::vector<std::size_t> unready_;  // tensors, by bucket
+  std::size_t left_ = 0;              // buckets
+  std::optional<typename AdamS::template OverlappedStep<float>> step_;
 };
 
 }  // namespace
 
 template <class Communicator>
-std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run,
-                                          const std::vector<ModelTensor>& tensors, RankContext<Communicator>& context) {
-  const scape::ScapeRule scape{.score = options.score_after_update ? scape::MaskScore::updated
-                                                                   : scape::MaskScore::corrected};
-  const scape::ClockRule clock{.cap = static_cast<float>(options.cap)};
+std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run, Model& model,
+                                          RankContext<Communicator>& context) {
+  const auto make = [&](const auto& rule) -> std::unique_ptr<Optimizer> {
+    using Rule = std::remove_cvref_t<decltype(rule)>;
+    if (options.sharded)
+      return std::make_unique<Scape<Communicator, Rule, scape::Sharded<scape::bfloat16>>>(
+          options, run, model.tensors(), model.parameters(), context, rule);
+    return std::make_unique<Scape<Communicator, Rule, scape::Replicated>>(options, run, model.tensors(),
+                                                                          model.parameters(), context, rule);
+  };
   switch (run.method) {
     case Method::adamw:
-      return std::make_unique<AdamW<Communicator>>(options, tensors, context);
+      return std::make_unique<AdamW<Communicator>>(options, model.tensors(), context);
     case Method::clock:
-      return std::make_unique<Scape<Communicator, scape::ClockRule>>(options, run, tensors, context, clock);
+      return make(scape::ClockRule{.cap = static_cast<float>(options.cap)});
     case Method::adams:
     case Method::scape:
-      return std::make_unique<Scape<Communicator, scape::ScapeRule>>(options, run, tensors, context, scape);
+      return make(scape::ScapeRule{.score = options.score_after_update ? scape::MaskScore::updated
+                                                                       : scape::MaskScore::corrected});
   }
   return nullptr;
 }
 
-template std::unique_ptr<Optimizer> make_optimizer(const Options&, const Run&, const std::vector<ModelTensor>&,
+template std::unique_ptr<Optimizer> make_optimizer(const Options&, const Run&, Model&,
                                                    RankContext<scape::ThreadCommunicator>&);
-template std::unique_ptr<Optimizer> make_optimizer(const Options&, const Run&, const std::vector<ModelTensor>&,
+template std::unique_ptr<Optimizer> make_optimizer(const Options&, const Run&, Model&,
                                                    RankContext<scape::MpiCommunicator>&);
 
 }  // namespace pretrain

@@ -52,15 +52,16 @@ struct StepFigures {
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  // Averages the gradients over the ranks, in the optimizer's own way, and updates the parameters.
-  // Phases are told where `timed`.
-  virtual StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate,
-                           bool timed) = 0;
+  // A step is begun before backward, told of each tensor whose gradient is in place, and ended after: it averages the
+  // gradients over the ranks, in the optimizer's own way, and updates the parameters. Phases are told where `timed`.
+  virtual void begin(std::span<const float> gradients, double learning_rate, bool timed) = 0;
+  virtual void ready(std::size_t) {}
+  virtual StepFigures end(std::span<float> parameters) = 0;
 };
 
 // Communicator: scape's ThreadCommunicator or MpiCommunicator.
 template <class Communicator>
-std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run,
-                                          const std::vector<ModelTensor>& tensors, RankContext<Communicator>& context);
+std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run, Model& model,
+                                          RankContext<Communicator>& context);
 
 }  // namespace pretrain

@@ -137,6 +137,13 @@ Options parse_options(int argc, char** argv) {
 
   add("Training", "--mask-coding", coding, "How masks travel")->check(CLI::IsMember(codings));
 
+  app.add_flag("--sharded", options.sharded,
+               "For AdamS: masters in float32 with their owner only; parameters held and sent as bfloat16")
+      ->group("Training");
+  app.add_flag("--overlap", options.overlap, "For AdamS: gradients leave, bucket by bucket, while backward runs")
+      ->group("Training");
+  add("Training", "--buckets", options.buckets, "Of --overlap, about")->check(count);
+
   for (auto& [optimizer, list] : rates)
     add("Optimizer", ("--lr-" + optimizer).c_str(), list, "Peak learning rate: one for all sparsities, or one for each")
         ->check(positive);

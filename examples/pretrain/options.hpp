@@ -43,6 +43,9 @@ struct Options {
   int delay = 1;
   double cap = 64;
   bool select_per_shard = false;
+  bool sharded = false;  // masters; parameters are bfloat16 then
+  bool overlap = false;  // with backward
+  std::size_t buckets = 8;
   bool score_after_update = false;
   scape::MaskCoding mask_coding = scape::MaskCoding::automatic;
 

@@ -88,7 +88,7 @@ class Rank {
         model_(options.shape, options.seed),
         monitor_(std::make_from_tuple<Communicator>(monitoring)),
         context_(std::make_from_tuple<RankContext<Communicator>>(training)),
-        optimizer_(make_optimizer(options, run, model_.tensors(), context_)) {
+        optimizer_(make_optimizer(options, run, model_, context_)) {
     std::seed_seq seeds{options.seed, static_cast<std::uint64_t>(rank)};
     random_.seed(seeds);
   }
@@ -127,15 +127,18 @@ class Rank {
  private:
   double train_one_step(std::size_t step, Result& result) {
     const double start = now();
-    const double loss = model_.forward_backward(text_.sample(options_.batch, random_));
+    const std::uint64_t sent = context_.communicator.bytes_sent();
+    optimizer_->begin(model_.gradients(), learning_rate(options_, run_.learning_rate, step),
+                      (options_.steps - step) % options_.report_every == 0);
+    const auto windows = text_.sample(options_.batch, random_);
+    const double loss = options_.overlap
+                            ? model_.forward_backward(windows, [this](std::size_t i) { optimizer_->ready(i); })
+                            : model_.forward_backward(windows);
     if (!std::isfinite(loss))
       throw std::runtime_error("the loss of step " + std::to_string(step) +
                                " is not finite: try a lower learning rate");
     const double computed = now();
-    const std::uint64_t sent = context_.communicator.bytes_sent();
-    const StepFigures figures =
-        optimizer_->step(model_.gradients(), model_.parameters(), learning_rate(options_, run_.learning_rate, step),
-                         (options_.steps - step) % options_.report_every == 0);
+    const StepFigures figures = optimizer_->end(model_.parameters());
     context_.compute.synchronize();  // the next forward reads the parameters
     const double took = now() - start;
     seconds_ += took;
