@@ -4,8 +4,10 @@
 #include <scape/communicator.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
+#include <scape/payload_format.hpp>
 #include <scape/stream.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -33,24 +35,53 @@ struct Scatter {
 
 /// Averages over the ranks the values at a mask: all segments in one payload, one collective, no indices.
 ///
-/// Owns `capacity` floats, the payload. Work before the collective and after it is the caller's `compute` stream's, the
-/// collective the `side` stream's; events order the two, so that compute may go on with other work between `reduce` and
-/// `wait`. The payload is in place: sent values until the collective runs, then their mean over the ranks, in the order
-/// that the communicator sums them. Bytes sent by a rank: 2 (W - 1) / W * 4 * mask.kept.
+/// Work before the collective and after it is the caller's `compute` stream's, the collective, with coding and
+/// decoding, the `side` stream's; events order the two, so that compute may go on with other work between `reduce` and
+/// `wait`. The payload is in place: sent values until the collective runs, then their mean over the ranks.
+///
+/// As float32, owns `capacity` floats, the payload; the mean is the communicator's, which tells the order of the sum,
+/// and a rank sends 2 (W - 1) / W * 4 * mask.kept bytes.
+///
+/// In the other formats every rank codes its payload, gets its slice of everyone's (all_to_all), decodes them, adds
+/// them up in the order of the ranks in float32, divides, codes the mean, and gathers all slices: the same bits on
+/// every rank, with any communicator. Owns `capacity` floats more, the errors, and the code twice: 2 (bfloat16) or 129
+/// / 128 (e5m2, e4m3) bytes a value, in whole blocks of payload_block values, as many for each rank. Sends 2 (W - 1) /
+/// W times the code.
 template <Stream S, MemoryResource M>
 class SparseBufferReducer {
  public:
-  SparseBufferReducer(std::size_t capacity, M& memory) : payload_(capacity, memory) {}
+  SparseBufferReducer(std::size_t capacity, M& memory)
+      : SparseBufferReducer(capacity, PayloadFormat::float32, 1, memory) {}
   /// The stream only tells the type.
   SparseBufferReducer(std::size_t capacity, M& memory, const S&) : SparseBufferReducer(capacity, memory) {}
+  /// For a communicator of so many ranks; float32 goes with any.
+  SparseBufferReducer(std::size_t capacity, PayloadFormat format, int ranks, M& memory)
+      : format_(format),
+        ranks_(count_of(ranks)),
+        payload_(capacity, memory),
+        errors_(format == PayloadFormat::float32 ? 0 : capacity, memory),
+        sent_(errors_.size() == 0 ? 0 : ranks_ * slice_words(capacity), memory),
+        received_(sent_.size(), memory) {}
 
   std::size_t capacity() const noexcept { return payload_.size(); }
+  PayloadFormat format() const noexcept { return format_; }
+  std::size_t workspace_bytes() const noexcept {
+    return payload_.bytes() + errors_.bytes() + sent_.bytes() + received_.bytes();
+  }
 
   /// The mask's part of the payload.
   std::span<float> payload(MaskView mask) const {
     expects(mask.kept <= payload_.size(), "mask.kept", mask.kept, "must be at most the payload's capacity, ",
             payload_.size());
     return payload_.span().first(mask.kept);
+  }
+
+  /// What `reduce` has rounded away, by payload position: to be added to what this rank sends later. What all ranks'
+  /// errors and W times the mean add up to is what they all have sent, but for the rounding of that sum. 0 where this
+  /// rank has sent no finite number, and nothing is added where the mean is none. Empty for float32. Valid from `wait`
+  /// to the next `reduce`.
+  std::span<const float> errors(MaskView mask) const {
+    return errors_.span().first(format_ == PayloadFormat::float32 ? 0 : payload(mask).size());
   }
 
   /// payload[p] = values[element] for every kept element.
@@ -63,20 +94,32 @@ class SparseBufferReducer {
     for_each_kept(mask, detail::Scatter{payload(mask).data(), values.data()}, stream);
   }
 
-  /// Starts the mean over all ranks of what compute has put into the payload.
+  /// Starts the mean over all ranks of what compute has put into the payload. All formats but float32 need an
+  /// AllToAllCommunicator.
   template <Communicator<S> C>
   void reduce(MaskView mask, C& communicator, const S& compute, const S& side) {
     const std::span<float> values = payload(mask);
-    begin(compute, side);
-    communicator.all_reduce_mean(values, values, side);
+    if (format_ == PayloadFormat::float32) {
+      begin(compute, side);
+      communicator.all_reduce_mean(values, values, side);
+    } else if constexpr (AllToAllCommunicator<C, S>) {
+      expects(count_of(communicator.size()) == ranks_, "communicator.size()", communicator.size(),
+              "must be the reducer's ranks, ", ranks_);
+      begin(compute, side);
+      reduce_codes(values, communicator, side);
+    } else {
+      expects(false, "format", name_of(format_), "needs a communicator with all_to_all");
+    }
     side.record(reduced_);
   }
 
-  /// The same to the owners: the mask's positions are padded, rank r's from r * stride on (count_offsets with that
-  /// stride), and `own` (stride long) gets the mean of this rank's. Half the bytes of `reduce`, but for padding.
+  /// The same to the owners, as float32: the mask's positions are padded, rank r's from r * stride on (count_offsets
+  /// with that stride), and `own` (stride long) gets the mean of this rank's. Half the bytes of `reduce`, but for
+  /// padding.
   template <Communicator<S> C>
   void reduce_scatter(std::size_t stride, std::span<float> own, C& communicator, const S& compute, const S& side) {
     const std::size_t count = stride * static_cast<std::size_t>(communicator.size());
+    expects(format_ == PayloadFormat::float32, "format", name_of(format_), "reduce_scatter sends float32");
     expects(count <= payload_.size(), "stride", stride, "size() times it must fit the payload's capacity");
     expects(own.size() == stride, "own.size()", own.size(), "must be the stride, ", stride);
     begin(compute, side);
@@ -88,12 +131,44 @@ class SparseBufferReducer {
   void wait(const S& compute) const { compute.wait_for(reduced_); }
 
  private:
+  static std::size_t count_of(int ranks) {
+    expects(ranks >= 1, "ranks", ranks, "must be at least 1");
+    return static_cast<std::size_t>(ranks);
+  }
+
+  // Blocks are dealt out evenly: every rank adds up as many of `count` values.
+  std::size_t slice_blocks(std::size_t count) const {
+    const std::size_t blocks = count / payload_block + (count % payload_block != 0);
+    return blocks / ranks_ + (blocks % ranks_ != 0);
+  }
+  std::size_t slice_words(std::size_t count) const { return slice_blocks(count) * payload_block_words(format_); }
+
   void begin(const S& compute, const S& side) {
     compute.record(gathered_);
     side.wait_for(gathered_);
   }
 
-  Buffer<float, M> payload_;
+  template <AllToAllCommunicator<S> C>
+  void reduce_codes(std::span<float> values, C& communicator, const S& side) {
+    const std::size_t rank = static_cast<std::size_t>(communicator.rank()), words = slice_words(values.size());
+    const std::size_t slice = slice_blocks(values.size()) * payload_block, from = std::min(values.size(), rank * slice);
+    const std::span<float> errors = errors_.span().first(values.size());
+    const std::span<float> own_errors = errors.subspan(from, std::min(slice, values.size() - from));
+    const std::span<MaskWord> sent = sent_.span().first(ranks_ * words);
+    const std::span<MaskWord> received = received_.span().first(sent.size());
+    const std::span<MaskWord> mean = sent.subspan(rank * words, words);  // nobody reads what was sent any longer
+
+    encode_payload(format_, values, sent, errors, side);
+    communicator.all_to_all(sent, received, side);
+    average_payloads(format_, received, ranks_, mean, own_errors, side);
+    communicator.all_gather(mean, sent, side);
+    decode_payload(format_, sent, values, side);
+  }
+
+  PayloadFormat format_;
+  std::size_t ranks_;
+  Buffer<float, M> payload_, errors_;
+  Buffer<MaskWord, M> sent_, received_;
   typename S::Event gathered_, reduced_;
 };
 
