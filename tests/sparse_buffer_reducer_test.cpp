@@ -486,8 +486,6 @@ TEST_CASE("formats: float32 has no errors and needs no more than the payload; wr
   });
 }
 
-namespace {
-
 // A communicator as it was before there were formats.
 struct WithoutAllToAll {
   template <class S>
@@ -503,8 +501,6 @@ struct WithoutAllToAll {
   std::uint64_t bytes_sent() const { return 0; }
   int reductions = 0;
 };
-
-}  // namespace
 
 TEST_CASE_TEMPLATE("formats: without all_to_all there is float32", Backend, SCAPE_BACKENDS) {
   Backend backend;

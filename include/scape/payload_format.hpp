@@ -26,7 +26,7 @@ inline constexpr std::size_t scale_group = 128;
 inline constexpr std::size_t payload_block = 4 * scale_group;
 
 /// Words of a block's code: 128 of codes and one of scales, or 256 of bfloat16.
-constexpr std::size_t payload_block_words(PayloadFormat format) noexcept {
+SCAPE_HOST_DEVICE constexpr std::size_t payload_block_words(PayloadFormat format) noexcept {
   constexpr std::size_t word = sizeof(std::uint32_t);
   if (format == PayloadFormat::float32) return payload_block;
   if (format == PayloadFormat::bfloat16) return payload_block * sizeof(bfloat16) / word;
