@@ -49,7 +49,7 @@ class Bench {
     if (density >= 0) std::snprintf(text, sizeof text, "/%g", density);
     const auto iterations = from_environment("SCAPE_BENCH_ITERATIONS", B::iterations);
     benchmark::RegisterBenchmark((operation + text).c_str(),
-                                 [this, body](benchmark::State& state) {
+                                 [this, body](benchmark::State& state) mutable {
                                    state_ = &state;
                                    body();
                                  })

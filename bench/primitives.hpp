@@ -24,12 +24,21 @@ SCAPE_HOST_DEVICE inline std::uint64_t hash(std::uint64_t x) {  // splitmix64's
 }
 
 /// Random values with heavy tails, as gradients have them: Student's t with two degrees of freedom.
+SCAPE_HOST_DEVICE inline float random_value(std::size_t i, std::uint64_t seed) {
+  const double u = (static_cast<double>(hash(i + (seed << 40)) >> 12) + 0.5) / (std::uint64_t{1} << 51) - 1;
+  return static_cast<float>(u * std::sqrt(2 / (1 - u * u)));
+}
 struct Noise {
   float* values;
   std::uint64_t seed;
+  SCAPE_HOST_DEVICE void operator()(std::size_t i) const { values[i] = random_value(i, seed); }
+};
+/// Nine tenths of what was there and one of something new, as in a momentum.
+struct Drift {
+  float* values;
+  std::uint64_t seed;
   SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
-    const double u = (static_cast<double>(hash(i + (seed << 40)) >> 12) + 0.5) / (std::uint64_t{1} << 51) - 1;
-    values[i] = static_cast<float>(u * std::sqrt(2 / (1 - u * u)));
+    values[i] = 0.9f * values[i] + 0.1f * random_value(i, seed);
   }
 };
 struct TwoValues {
@@ -164,39 +173,49 @@ void add_yardsticks(Bench<B>& bench) {
 
 template <class B>
 void add_select(Bench<B>& bench) {
-  constexpr double two_reads = 8.125, one_read = 4.125;
-  const auto add = [&bench](const char* name, double density, double bytes, bool cold, auto make_values) {
-    bench.add(std::string("select/") + name, density, [=, &bench] {
-      Space<B> space(bench);
-      const auto values = make_values();
+  constexpr double one_read = 4.125;
+  const auto& stream = bench.backend.stream;
+  const auto none = [](Space<B>&, std::span<float>) {};
+  const auto forget = [](Space<B>& space, std::span<float>) { space.forget(); };
+  const auto drift = [&stream, seed = std::uint64_t{0}](Space<B>&, std::span<float> values) mutable {
+    scape::for_each(values.size(), Drift{values.data(), ++seed}, stream);
+  };
+  const auto random = [&bench](std::size_t count) { return noise(bench, count); };
+
+  // `before` comes before each call, untimed.
+  const auto add = [&bench](const std::string& name, double density, auto layout, auto make_values, auto before) {
+    bench.add("select/" + name, density, [=, &bench]() mutable {
+      Space<B> space(bench, layout);
+      const auto values = make_values(space.plan.size());
       const auto words = bench.template array<MaskWord>(space.plan.words());
       bench.time(
-          bytes, bench.elements, [&] { space.select(values.span(), density, words.span()); },
-          [&] {
-            if (cold) space.forget();
-          });
+          one_read, space.plan.size(), [&] { space.select(values.span(), density, words.span()); },
+          [&] { before(space, values.span()); });
     });
   };
-  const auto random = [&bench] { return noise(bench, bench.elements); };
+  const scape::FlatLayout one(bench.elements, 1);
   for (const double density : {0.001, 0.01, 0.1}) {
-    add("cold", density, two_reads, true, random);
-    add("repeated", density, one_read, false, random);
+    add("cold", density, one, random, forget);
+    add("repeated", density, one, random, none);
+    add("drift", density, one, random, drift);
   }
-  add("all_equal", 0.1, two_reads, false, [&bench] { return filled(bench, bench.elements, 1.0f); });
-  add("two_values", 0.1, two_reads, false, [&bench] {
-    auto values = bench.template array<float>(bench.elements);
-    scape::for_each(values.size(), TwoValues{values.span().data()}, bench.backend.stream);
-    return values;
-  });
-  for (const double density : {0.01, 0.1})
-    bench.add("select/segments_of_1000", density, [=, &bench] {
-      const std::size_t segments = std::clamp<std::size_t>(bench.elements / 1000, 1, 10'000);
-      Space<B> space(bench, scape::TensorLayout(std::vector<std::size_t>(segments, 1000), 1));
-      const auto values = noise(bench, space.plan.size());
-      const auto words = bench.template array<MaskWord>(space.plan.words());
-      bench.time(
-          one_read, space.plan.size(), [&] { space.select(values.span(), density, words.span()); }, [] {});
-    });
+  add(
+      "all_equal", 0.1, one, [&bench](std::size_t count) { return filled(bench, count, 1.0f); }, none);
+  add(
+      "two_values", 0.1, one,
+      [&bench, &stream](std::size_t count) {
+        auto values = bench.template array<float>(count);
+        scape::for_each(count, TwoValues{values.span().data()}, stream);
+        return values;
+      },
+      none);
+  const std::size_t segments = std::clamp<std::size_t>(bench.elements / 1000, 1, 10'000);
+  const scape::TensorLayout many(std::vector<std::size_t>(segments, 1000), 1);
+  for (const double density : {0.01, 0.1}) {
+    add("segments_of_1000/cold", density, many, random, forget);
+    add("segments_of_1000/repeated", density, many, random, none);
+    add("segments_of_1000/drift", density, many, random, drift);
+  }
 }
 
 struct Exceeds {

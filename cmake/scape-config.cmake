@@ -1,4 +1,4 @@
-# find_package(scape [COMPONENTS cuda nccl]) reads this file: scape::scape, and a target for each component asked for.
+# find_package(scape [COMPONENTS cuda nccl mpi]) reads this file: scape::scape, and a target for each component asked for.
 include(CMakeFindDependencyMacro)
 find_dependency(Threads)
 include(${CMAKE_CURRENT_LIST_DIR}/scape-targets.cmake)

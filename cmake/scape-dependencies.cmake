@@ -1,20 +1,24 @@
 # Components of the package: what each links, and how to find it. Read by CMakeLists.txt and by the installed config.
 # CUB needs no entry: nvcc brings its own, and a newer one that the project links comes first.
-set(scape_components cuda nccl)
+set(scape_components cuda nccl mpi)
 set(scape_cuda_links CUDA::cudart)
 set(scape_nccl_links CUDA::cudart NCCL::NCCL)
+set(scape_mpi_links MPI::MPI_CXX)
 set(scape_module_dir ${CMAKE_CURRENT_LIST_DIR})
 
 # Sets scape_<component>_FOUND, and scape_<component>_missing to the targets that are not there. A macro, so that what it
 # finds is the caller's.
 macro(scape_find_component component)
-  if("${component}" IN_LIST scape_components)
+  if("${component}" MATCHES "^(cuda|nccl)$")
     find_package(CUDAToolkit QUIET)
   endif()
   if("${component}" STREQUAL "nccl" AND NOT TARGET NCCL::NCCL)
     list(PREPEND CMAKE_MODULE_PATH ${scape_module_dir})
     find_package(NCCL QUIET MODULE)
     list(POP_FRONT CMAKE_MODULE_PATH)
+  endif()
+  if("${component}" STREQUAL "mpi" AND NOT TARGET MPI::MPI_CXX)
+    find_package(MPI QUIET COMPONENTS CXX)  # without components it wants the C language
   endif()
   set(scape_${component}_missing)
   foreach(target IN LISTS scape_${component}_links)

@@ -1,6 +1,7 @@
 // AdamS as a whole, for both rules: layouts and options against the reference, arguments, ranks that disagree or fail.
 
 #include "reference.hpp"
+#include "support.hpp"
 
 #include <doctest/doctest.h>
 
@@ -110,17 +111,6 @@ AdamSOptions random_options(std::mt19937& random) {
           .refresh = std::array<std::size_t, 4>{1, 1, 2, 5}[random() % 4],
           .mask_coding = static_cast<scape::MaskCoding>(random() % 3),
           .exact_mask_parts = random() % 2 == 0};
-}
-
-// What body throws: "" if nothing.
-template <class Exception, class F>
-std::string thrown_by(F body) {
-  try {
-    body();
-  } catch (const Exception& exception) {
-    return exception.what();
-  }
-  return "";
 }
 
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }

@@ -29,22 +29,14 @@ namespace {
 using scape::AgreedValue;
 using scape::MaskWord;
 
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const scape::Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 // What each rank is told by body(rank), which may throw scape::Error.
 template <class Rank>
 std::vector<std::string> errors_of(int ranks, const std::function<void(Rank&)>& body) {
   std::vector<std::string> texts(static_cast<std::size_t>(ranks));
   try {
-    Rank::run(ranks, [&](Rank& rank) { texts[static_cast<std::size_t>(rank.rank())] = error_of([&] { body(rank); }); });
+    Rank::run(ranks, [&](Rank& rank) {
+      texts[static_cast<std::size_t>(rank.rank())] = thrown_by<scape::Error>([&] { body(rank); });
+    });
   } catch (const scape::Error&) {  // of streams that have failed
   }
   return texts;
@@ -103,7 +95,7 @@ TEST_CASE_TEMPLATE("agreement: a hash of words is the same everywhere, and shows
     return std::pair(read[0], read[1]);
   };
   CHECK(hash({}) == std::pair<MaskWord, MaskWord>(0, 0));
-  for (const std::size_t size : {1, 31, 33, 1000, 40'000}) {
+  for (const std::size_t size : Counts{1, 31, 33, 1000, 40'000}) {
     Words words(size);
     for (std::size_t i = 0; i < size; ++i) words[i] = random_bits(i);
     std::pair<MaskWord, MaskWord> expected = {0, 0};
@@ -171,8 +163,8 @@ TEST_CASE_TEMPLATE("agreement: step, learning rate and mask are compared, on eve
           agreement.rethrow();
           compare(4, rank.rank() == odd);
           if (field == 3) agreement.compare(5, 0.25f, {}, rank.communicator, rank.side);
-          const std::string text = error_of([&] { rank.side.synchronize(); });
-          CHECK((text == "" || text == error_of([&] { agreement.rethrow(); })));
+          const std::string text = thrown_by<scape::Error>([&] { rank.side.synchronize(); });
+          CHECK((text == "" || text == thrown_by<scape::Error>([&] { agreement.rethrow(); })));
           agreement.rethrow();
         });
         const std::string name = "rank " + std::to_string(odd) + " disagrees with the other ranks: its ";
@@ -215,7 +207,7 @@ TEST_CASE_TEMPLATE("agreement: one bit of one rank's mask", Rank, SCAPE_RANKS) {
     scape::AdamS optimizer(layout, communicator, rank.memory, rank.compute, rank.side,
                            {.density = 0.1, .mask_coding = scape::MaskCoding::bitmap});
     const auto gradient = rank.backend.array(floats_of(1, 1000)), parameters = rank.backend.array(Floats(1000, 1));
-    const std::string text = error_of([&] {
+    const std::string text = thrown_by<scape::Error>([&] {
       for (std::size_t step = 0; step < 6; ++step) {
         optimizer.step(gradient.span(), parameters.span(), rank.compute);
         rank.compute.synchronize();

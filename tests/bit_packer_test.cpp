@@ -505,7 +505,7 @@ TEST_CASE_TEMPLATE("positions past 2^31", Backend, SCAPE_BACKENDS) {
   CHECK(backend.read(flags) == std::vector<std::uint8_t>{0, 1, 0, 1, 0, 1, 0, 1, 0});
 
   const auto tiles = backend.array(
-      std::vector<scape::Tile>{{0, 0, 4096, 0, 0}, {4096, edge, 4096, 0, 0}, {8192, edge + 4096, 4096, 0, 0}});
+      std::vector<scape::Tile>{{0, 0, 0, 4096, 0, 0}, {4096, edge, 0, 4096, 0, 0}, {8192, edge + 4096, 0, 4096, 0, 0}});
   const auto first_tile = backend.array(std::vector<std::size_t>{0, 2, 3});
   const auto offsets = backend.array(std::vector<std::size_t>(3));
   BitPacker::offsets({tiles.span(), {}, first_tile.span()}, words.span(), edge, offsets.span(), backend.stream);
@@ -523,8 +523,8 @@ TEST_CASE("positions of more than 32 bits are coded and decoded") {
     for (std::size_t& value : values) value = random() >> (64 - count);
     Words low(scape::words_for(kept * count) + 1), expected = low;
     {
-      scape::detail::BitSetter setter(low.data(), true);
-      for (std::size_t i = 0; i < kept; ++i) scape::detail::set_low(setter, i * count, count, values[i]);
+      scape::detail::BitAppender appender(low.data(), 0);
+      for (const std::size_t value : values) appender.append(value, count);
     }
     for (std::size_t i = 0; i < kept; ++i)
       for (std::size_t j = 0; j < count; ++j)

@@ -187,8 +187,8 @@ class Run {
     drafted_.push_back(masks_.draft_density());
     Words& drawn = drawings_.emplace_back(plan_.words());
     draw(plan_, rank_.rank(), masks_.draft_density(), tag, drawn);
-    scape::copy_values(std::span<const MaskWord>(drawn).subspan(begin, count), masks_.draft().subspan(begin, count),
-                       rank_.compute);
+    scape::copy_values(std::span<const MaskWord>(drawn).subspan(begin, count),
+                       masks_.draft(rank_.compute).subspan(begin, count), rank_.compute);
     masks_.publish(communicator, rank_.compute, rank_.side);
   }
 
@@ -209,7 +209,8 @@ void check_steps(Rank& rank, const MaskPlan& plan, const MaskOptions& options, s
   for (std::size_t step = 0; step < steps; ++step) {
     CAPTURE(step);
     const Made made = made_for(step, options);
-    const Expected expected = expected_mask(plan, made.density, made.tag, options.payload_stride);
+    const Expected expected =
+        expected_mask(plan, made.density, made.tag, options.payload_by_rank ? plan.payload_stride(made.density) : 0);
     const auto& seen = run.seen()[step];
     REQUIRE(seen.words == expected.words);
     REQUIRE(seen.offsets == expected.offsets);
@@ -380,17 +381,18 @@ TEST_CASE("bitmap, Elias-Fano and automatic coding: identical masks, the expecte
       }
 }
 
-TEST_CASE("a padded payload: every rank's part begins at its multiple of the stride") {
+TEST_CASE("a payload by ranks: each one's part begins at its multiple of what the busiest keeps, at any density") {
   for (const int world : worlds) {
     const MaskPlan plan(mixed_layout(world));
-    const Counts kept = plan.kept_by_rank(0.1), all = plan.kept_by_rank(1);
-    const std::size_t most = *std::max_element(kept.begin(), kept.end()),
-                      whole = *std::max_element(all.begin(), all.end());
+    for (const double density : {0.1, 0.37, 1.0}) {
+      const Counts kept = plan.kept_by_rank(density);
+      const std::size_t most = *std::max_element(kept.begin(), kept.end());
+      CHECK(plan.payload_stride(density) == most + most % 2);
+    }
     run_ranks(world, [&](auto& rank) {
       CAPTURE(world);
-      check_steps(rank, plan, {.density = DensitySchedule(0.1), .payload_stride = most}, 3);
-      check_steps(rank, plan, {.density = DensitySchedule(0.1), .payload_stride = most + 5}, 3);
-      check_steps(rank, plan, {.density = DensitySchedule(0.1, 3), .payload_stride = whole}, 5);
+      check_steps(rank, plan, {.density = DensitySchedule(0.1), .payload_by_rank = true}, 3);
+      check_steps(rank, plan, {.density = DensitySchedule(0.1, 3), .payload_by_rank = true}, 5);
     });
   }
 }
@@ -442,8 +444,7 @@ TEST_CASE("codes of exact parts, the density changing, the host far ahead of the
   });
 }
 
-// Red while the first previous() has the dense segments' bits, but counts no elements and no offsets for them.
-TEST_CASE("before the first step the masks are of the dense segments, with their offsets") {
+TEST_CASE("before the first step nothing is kept, not even of dense segments") {
   for (const int world : {1, 3}) {
     const MaskPlan plan(mixed_layout(world));
     run_ranks(world, [&](auto& rank) {
@@ -454,17 +455,9 @@ TEST_CASE("before the first step the masks are of the dense segments, with their
       scape::copy_values(mask.words, std::span<MaskWord>(words), rank.compute);
       scape::copy_values(mask.offsets, std::span<std::size_t>(offsets), rank.compute);
       rank.compute.synchronize();
-      Expected dense{Words(plan.words()), {}, 0};
-      for (const scape::Tile& tile : plan.tiles()) {
-        dense.offsets.push_back(dense.kept);
-        if (!plan.segments()[tile.segment].dense) continue;
-        for (std::size_t bit = tile.bit; bit < tile.bit + tile.count; ++bit)
-          dense.words[bit / 32] |= MaskWord{1} << bit % 32;
-        dense.kept += tile.count;
-      }
-      CHECK(words == dense.words);
-      CHECK(mask.kept == dense.kept);
-      CHECK(offsets == dense.offsets);
+      CHECK(words == Words(plan.words()));
+      CHECK(mask.kept == 0);
+      CHECK(offsets == Counts(plan.tiles().size()));
     });
   }
 }
@@ -538,28 +531,6 @@ TEST_CASE_TEMPLATE("wrong arguments are refused by name and value", Backend, SCA
 
 // Red while nobody compares the stride with what ranks keep: one rank's payload then runs into the next one's, and
 // the last one's past the end of the buffer.
-TEST_CASE_TEMPLATE("a payload stride below what a rank keeps is refused", Backend, SCAPE_BACKENDS) {
-  Backend backend;
-  const MaskPlan plan(mixed_layout(2));
-  const scape::PlanTables tables(plan, backend.memory, backend.stream);
-  using Scheduler = DelayedMaskScheduler<typename Backend::Stream, decltype(backend.memory)>;
-  const auto most_kept = [&](double density) {
-    const Counts kept = plan.kept_by_rank(density);
-    return *std::max_element(kept.begin(), kept.end());
-  };
-  const auto refused = [&](MaskOptions options) {
-    const std::string message = message_of([&] {
-      const Scheduler scheduler(plan, tables.view(), 0, options, backend.memory, backend.stream);
-      backend.stream.synchronize();
-    });
-    return message.starts_with("payload_stride is " + std::to_string(options.payload_stride));
-  };
-  CHECK(refused({.density = DensitySchedule(0.1), .payload_stride = most_kept(0.1) - 1}));
-  CHECK(!refused({.density = DensitySchedule(0.1), .payload_stride = most_kept(0.1)}));
-  CHECK(refused({.density = DensitySchedule(0.1, 4), .payload_stride = most_kept(0.1)}));
-  CHECK(!refused({.density = DensitySchedule(0.1, 4), .payload_stride = most_kept(1)}));
-}
-
 TEST_CASE_TEMPLATE("bytes owned are the documented ones", Backend, SCAPE_BACKENDS) {
   Backend backend;
   for (const int delay : {0, 1, 3})

@@ -468,13 +468,39 @@ TEST_CASE_TEMPLATE("PlanTables: the plan's tables in the stream's memory", Backe
     const std::vector<scape::Tile> tiles = read(tables.view().tiles);
     const std::vector<Segment> segments = read(tables.view().segments);
     CHECK(std::ranges::equal(tiles, plan.tiles(), [](const scape::Tile& a, const scape::Tile& b) {
-      return a.element == b.element && a.bit == b.bit && a.count == b.count && a.segment == b.segment;
+      return a.element == b.element && a.bit == b.bit && a.own == b.own && a.count == b.count && a.segment == b.segment;
     }));
     CHECK(std::ranges::equal(segments, plan.segments(), [](const Segment& a, const Segment& b) {
       return a.begin == b.begin && a.count == b.count && a.owner == b.owner && a.dense == b.dense && a.decay == b.decay;
     }));
     CHECK(std::ranges::equal(read(tables.view().first_tile), plan.view().first_tile));
     CHECK(tables.bytes() ==
-          tiles.size() * 32 + segments.size() * sizeof(Segment) + static_cast<std::size_t>(ranks + 1) * 8);
+          tiles.size() * 40 + segments.size() * sizeof(Segment) + static_cast<std::size_t>(ranks + 1) * 8);
+  }
+}
+
+TEST_CASE("a sharded plan counts a rank's own elements, as they lie in its part of the mask") {
+  for (const int ranks : {1, 2, 3}) {
+    const ListLayout layout = [&] {
+      ListLayout list{{}, ranks};
+      for (const std::size_t size : Counts{100, 0, 5000, 1, 33, 4096})
+        list.add(size, static_cast<int>(size % 7), size == 33);
+      return list;
+    }();
+    const MaskPlan replicated(layout), sharded(layout, false, true);
+    CHECK(replicated.fingerprint() != sharded.fingerprint());
+    for (const scape::Tile& tile : replicated.tiles()) CHECK(tile.own == tile.element);
+    for (int rank = 0; rank < ranks; ++rank) {
+      CHECK(replicated.own_elements(rank) == layout.size());
+      std::size_t end = 0;
+      for (std::size_t i = sharded.first_tile(rank); i < sharded.first_tile(rank + 1); ++i) {
+        const scape::Tile& tile = sharded.tiles()[i];
+        CHECK(tile.own == end);
+        end += scape::words_for(tile.count) * 32;
+        if (!sharded.segments()[tile.segment].dense)
+          CHECK(scape::PlaceInPart{sharded.part_begin(rank) * 32}(tile.element, tile.bit) == tile.own);
+      }
+      CHECK(sharded.own_elements(rank) == end);
+    }
   }
 }

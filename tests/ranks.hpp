@@ -67,6 +67,9 @@ struct ThreadRank {
 #if defined(__CUDACC__)
 #include "cuda_ranks.cuh"
 #define SCAPE_RANKS NcclRank
+#elif defined(SCAPE_TESTS_OVER_MPI)
+#include "mpi_ranks.hpp"
+#define SCAPE_RANKS MpiRank
 #else
 #define SCAPE_RANKS ThreadRank
 #endif

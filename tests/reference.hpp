@@ -37,10 +37,12 @@ constexpr bool sanitized = true;
 constexpr bool sanitized = false;
 #endif
 
-// Whether they are cut: also where a simulator stands for the device.
+// Whether they are cut: also where a simulator stands for the device, and where every process does it all.
 inline bool cuts_long_runs() {
 #if defined(__CUDACC__)
   return sanitized || in_rank_order();
+#elif defined(SCAPE_TESTS_OVER_MPI)
+  return true;
 #else
   return sanitized;
 #endif
@@ -457,6 +459,9 @@ template <class Rank, class Rule>
 History train(const Problem& problem, const Rule& rule, bool reports = true, int threads = 1) {
   const std::size_t world = static_cast<std::size_t>(problem.layout.ranks());
   History history(problem.gradients.size(), std::vector<State>(world));
+#if defined(SCAPE_TESTS_OVER_MPI)  // a process sees its own rank's only: of the others, what they must have
+  if constexpr (!std::is_same_v<Rank, ThreadRank>) history = train<ThreadRank>(problem, rule, reports, threads);
+#endif
   run<Rank>(
       problem.layout.ranks(),
       [&](Rank& rank) {

@@ -264,11 +264,12 @@ TEST_CASE_TEMPLATE("release clears the elements that were sent, and no others", 
     CAPTURE(share);
     const Mask<Backend> mask(backend, plan, {share, 1});
     const auto store = store_of(backend, plan.size());
-    Floats values = floats_of(1, plan.size());
-    scape::copy_values(std::span<const float>(values), store.values(), backend.stream);
+    const Floats before = floats_of(1, plan.size());
+    scape::copy_values(std::span<const float>(before), store.values(), backend.stream);
     store.release(mask.view(), backend.stream);
-    for (const std::size_t element : mask.elements) values[element] = 0;
-    CHECK(same_bits(read(backend, store.values()), values));
+    Floats after = before;
+    for (const std::size_t element : mask.elements) after[element] = 0;
+    CHECK(same_bits(read(backend, store.values()), after));
   }
 }
 

@@ -59,3 +59,14 @@ std::string message_of(F f) {
   }
   return "nothing was thrown";
 }
+
+// What body throws: "" if nothing.
+template <class Exception, class F>
+std::string thrown_by(F body) {
+  try {
+    body();
+  } catch (const Exception& exception) {
+    return exception.what();
+  }
+  return "";
+}

@@ -88,7 +88,7 @@ class TopKMomentum {
  private:
   // This rank selects in the segments that it owns; the others' parts arrive in the background.
   void draft() {
-    masker_.select(residual_.values(), masks_.draft_density(), masks_.draft(), scratch_.span(), compute_);
+    masker_.select(residual_.values(), masks_.draft_density(), masks_.draft(compute_), scratch_.span(), compute_);
     masks_.publish(communicator_, compute_, side_);
   }
 

@@ -1,5 +1,7 @@
 #include "optimizer.hpp"
 
+#include <scape/mpi/communicator.hpp>
+
 #include <chrono>
 #include <cmath>
 #include <numeric>
@@ -8,16 +10,17 @@ namespace pretrain {
 namespace {
 
 // The baseline as people know it: all-reduce the gradient, then AdamW on every element.
+template <class Communicator>
 class AdamW final : public Optimizer {
  public:
-  AdamW(const Options& options, const std::vector<ModelTensor>& tensors, RankContext& context)
+  AdamW(const Options& options, const std::vector<ModelTensor>& tensors, RankContext<Communicator>& context)
       : options_(options), tensors_(tensors), context_(context) {
     std::size_t size = 0;
     for (const ModelTensor& tensor : tensors) size += tensor.size;
     for (auto* array : {&gradient_, &first_moment_, &second_moment_}) array->resize(size);
   }
 
-  StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate) override {
+  StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate, bool) override {
     const auto start = std::chrono::steady_clock::now();
     const std::uint64_t sent = context_.communicator.bytes_sent();
     context_.communicator.all_reduce_mean(gradients, std::span<float>(gradient_), context_.compute);
@@ -65,7 +68,7 @@ class AdamW final : public Optimizer {
 
   const Options& options_;
   const std::vector<ModelTensor>& tensors_;
-  RankContext& context_;
+  RankContext<Communicator>& context_;
   std::vector<float> gradient_, first_moment_, second_moment_;
   int steps_ = 0;
 };
@@ -78,11 +81,11 @@ std::vector<scape::Tensor> describe(const std::vector<ModelTensor>& tensors) {
 }
 
 // AdamS with one of the library's rules; dense where the sparsity is 0.
-template <class Rule>
+template <class Communicator, class Rule>
 class Scape final : public Optimizer {
  public:
-  Scape(const Options& options, const Run& run, const std::vector<ModelTensor>& tensors, RankContext& context,
-        const Rule& rule)
+  Scape(const Options& options, const Run& run, const std::vector<ModelTensor>& tensors,
+        RankContext<Communicator>& context, const Rule& rule)
       : context_(context),
         layout_(describe(tensors), options.ranks,
                 options.select_per_shard ? scape::Scope::shard : scape::Scope::tensor),
@@ -96,15 +99,18 @@ class Scape final : public Optimizer {
                    .density = 1 - run.sparsity,
                    .density_warmup = options.density_warmup,
                    .delay = options.delay,
+                   .mask_coding = options.mask_coding,
                },
                rule) {}
 
-  StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate) override {
+  StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate,
+                   bool timed) override {
     scape::StepReport report;
     adams_.set_learning_rate(static_cast<float>(learning_rate));
-    adams_.step(gradients, parameters, context_.compute, &report);
+    adams_.step(gradients, parameters, context_.compute, timed ? &report : nullptr);
 
     StepFigures figures;
+    figures.timed = timed;
     figures.mask_bytes = report.mask_bytes;
     figures.payload_bytes = report.payload_bytes;
     figures.times.accumulate = report.seconds.accumulate;
@@ -116,28 +122,34 @@ class Scape final : public Optimizer {
   }
 
  private:
-  RankContext& context_;
+  RankContext<Communicator>& context_;
   scape::TensorLayout layout_;
-  scape::AdamS<scape::HostStream, scape::ThreadCommunicator, scape::HostMemory, Rule> adams_;
+  scape::AdamS<scape::HostStream, Communicator, scape::HostMemory, Rule> adams_;
 };
 
 }  // namespace
 
+template <class Communicator>
 std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run,
-                                          const std::vector<ModelTensor>& tensors, RankContext& context) {
+                                          const std::vector<ModelTensor>& tensors, RankContext<Communicator>& context) {
   const scape::ScapeRule scape{.score = options.score_after_update ? scape::MaskScore::updated
                                                                    : scape::MaskScore::corrected};
   const scape::ClockRule clock{.cap = static_cast<float>(options.cap)};
   switch (run.method) {
     case Method::adamw:
-      return std::make_unique<AdamW>(options, tensors, context);
+      return std::make_unique<AdamW<Communicator>>(options, tensors, context);
     case Method::clock:
-      return std::make_unique<Scape<scape::ClockRule>>(options, run, tensors, context, clock);
+      return std::make_unique<Scape<Communicator, scape::ClockRule>>(options, run, tensors, context, clock);
     case Method::adams:
     case Method::scape:
-      return std::make_unique<Scape<scape::ScapeRule>>(options, run, tensors, context, scape);
+      return std::make_unique<Scape<Communicator, scape::ScapeRule>>(options, run, tensors, context, scape);
   }
   return nullptr;
 }
+
+template std::unique_ptr<Optimizer> make_optimizer(const Options&, const Run&, const std::vector<ModelTensor>&,
+                                                   RankContext<scape::ThreadCommunicator>&);
+template std::unique_ptr<Optimizer> make_optimizer(const Options&, const Run&, const std::vector<ModelTensor>&,
+                                                   RankContext<scape::MpiCommunicator>&);
 
 }  // namespace pretrain

@@ -9,15 +9,18 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace pretrain {
 
 // What a rank gives the library: streams, each a queue of work with a thread of its own, memory, a communicator.
+template <class Communicator>
 struct RankContext {
-  RankContext(const scape::ThreadGroup& group, int rank) : communicator(group, rank) {}
+  template <class... Arguments>
+  explicit RankContext(Arguments&&... arguments) : communicator(std::forward<Arguments>(arguments)...) {}
 
-  scape::ThreadCommunicator communicator;
+  Communicator communicator;
   scape::HostMemory memory;
   scape::HostPool pool{1};
   scape::HostStream compute{pool}, side{pool};
@@ -40,6 +43,7 @@ inline constexpr std::array phases = {
 };
 
 struct StepFigures {
+  bool timed = true;  // whether the phases are told
   StepTimes times;
   std::uint64_t mask_bytes = 0;  // sent by this rank
   std::uint64_t payload_bytes = 0;
@@ -49,10 +53,14 @@ class Optimizer {
  public:
   virtual ~Optimizer() = default;
   // Averages the gradients over the ranks, in the optimizer's own way, and updates the parameters.
-  virtual StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate) = 0;
+  // Phases are told where `timed`.
+  virtual StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate,
+                           bool timed) = 0;
 };
 
+// Communicator: scape's ThreadCommunicator or MpiCommunicator.
+template <class Communicator>
 std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run,
-                                          const std::vector<ModelTensor>& tensors, RankContext& context);
+                                          const std::vector<ModelTensor>& tensors, RankContext<Communicator>& context);
 
 }  // namespace pretrain

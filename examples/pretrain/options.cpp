@@ -14,6 +14,11 @@ namespace {
 const std::map<std::string, Method> methods = {
     {"adamw", Method::adamw}, {"adams", Method::adams}, {"scape", Method::scape}, {"clock", Method::clock}};
 
+const std::map<std::string, Ranks> kinds_of_ranks = {{"threads", Ranks::threads}, {"mpi", Ranks::mpi}};
+const std::map<std::string, scape::MaskCoding> codings = {{"automatic", scape::MaskCoding::automatic},
+                                                          {"bitmap", scape::MaskCoding::bitmap},
+                                                          {"elias-fano", scape::MaskCoding::elias_fano}};
+
 // Peaks by optimizer: one for all sparsities, or one for each.
 using LearningRates = std::map<std::string, std::vector<double>>;
 
@@ -85,7 +90,7 @@ Options parse_options(int argc, char** argv) {
   std::vector<std::string> optimizers = {"adamw", "adams", "scape", "clock"};
   std::vector<double> sparsities = {0.9, 0.99};
   double density_warmup = 0.3;
-  std::string scope = "tensor", score = "corrected";
+  std::string scope = "tensor", score = "corrected", communicator = "threads", coding = "automatic";
 
   const CLI::Validator count = number(1, 1e9, "1 or more"), at_least_zero = number(0, 1e9, "0 or more");
   const CLI::Validator positive = number(1e-9, 1e9, "above 0"), share = number(0, 1, "0 to 1");
@@ -109,7 +114,10 @@ Options parse_options(int argc, char** argv) {
   add("Model", "--heads", options.shape.heads, "Attention heads of a layer")->check(count);
   add("Model", "--context", options.shape.context, "Bytes of a sequence")->check(count);
 
-  add("Training", "--ranks", options.ranks, "Ranks, each a thread")->check(number(1, 256, "1 to 256"));
+  add("Training", "--communicator", communicator, "What ranks are: threads, or the processes that mpirun starts")
+      ->check(CLI::IsMember(kinds_of_ranks));
+  add("Training", "--ranks", options.ranks, "Ranks; 0: four threads, or all processes")
+      ->check(number(0, 256, "0 to 256"));
   add("Training", "--batch", options.batch, "Sequences per rank and step")->check(count);
   add("Training", "--steps", options.steps, "Steps of each run")->check(count);
   add("Training", "--optimizers", optimizers, "Which to run, in this order")->check(CLI::IsMember(methods));
@@ -127,6 +135,8 @@ Options parse_options(int argc, char** argv) {
   add("Training", "--score", score, "For scape: what elements are ranked by, before or after the update")
       ->check(CLI::IsMember({"corrected", "updated"}));
 
+  add("Training", "--mask-coding", coding, "How masks travel")->check(CLI::IsMember(codings));
+
   for (auto& [optimizer, list] : rates)
     add("Optimizer", ("--lr-" + optimizer).c_str(), list, "Peak learning rate: one for all sparsities, or one for each")
         ->check(positive);
@@ -143,6 +153,11 @@ Options parse_options(int argc, char** argv) {
   add("Report", "--eval-every", options.eval_every, "Steps between validations")->check(count);
   add("Report", "--eval-windows", options.eval_windows, "Most sequences in a validation")->check(count);
   add("Report", "--rate", options.rate, "Mbit/s of the link for which loss is drawn against time")->check(positive);
+  add("Report", "--skip-steps", options.skip_steps, "Steps at the start that times and bytes of a step leave out")
+      ->check(at_least_zero);
+  add("Report", "--report-every", options.report_every, "Steps between those whose phases are timed; others are faster")
+      ->check(count);
+  add("Report", "--interface", options.interface, "Network interface whose bytes are counted too, as lo");
   app.add_flag("--quiet", options.quiet, "Show the table only")->group("Report");
 
   try {
@@ -155,6 +170,8 @@ Options parse_options(int argc, char** argv) {
       std::lround(density_warmup < 1 ? density_warmup * static_cast<double>(options.steps) : density_warmup));
   options.select_per_shard = scope == "shard";
   options.score_after_update = score == "updated";
+  options.communicator = kinds_of_ranks.at(communicator);
+  options.mask_coding = codings.at(coding);
   options.runs = list_runs(optimizers, sparsities, rates);
   return options;
 }

@@ -2,6 +2,8 @@
 
 #include "model.hpp"
 
+#include <scape/delayed_mask_scheduler.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -11,6 +13,7 @@
 namespace pretrain {
 
 enum class Method { adamw, adams, scape, clock };
+enum class Ranks { threads, mpi };
 
 // One training run: what the table has a row for.
 struct Run {
@@ -24,7 +27,8 @@ struct Run {
 
 struct Options {
   ModelShape shape;
-  int ranks = 4;
+  Ranks communicator = Ranks::threads;
+  int ranks = 0;          // 0: four threads, or all processes
   std::size_t batch = 4;  // sequences per rank and step
   std::size_t steps = 1000;
   std::vector<Run> runs;
@@ -40,6 +44,7 @@ struct Options {
   double cap = 64;
   bool select_per_shard = false;
   bool score_after_update = false;
+  scape::MaskCoding mask_coding = scape::MaskCoding::automatic;
 
   std::uint64_t seed = 1;
   std::filesystem::path text;
@@ -48,6 +53,9 @@ struct Options {
   std::size_t eval_windows = 1024;
   double rate = 100;  // Mbit/s
   bool quiet = false;
+  std::size_t skip_steps = 0;    // that times and bytes of a step leave out
+  std::size_t report_every = 1;  // steps between those that tell their phases, which costs a little
+  std::string interface;         // of the network, whose bytes are counted too
 };
 
 // Ends the program after --help and, with a message that names the option, after a bad value.

@@ -11,6 +11,7 @@
 #include <iomanip>
 #include <iostream>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -41,6 +42,12 @@ struct Baseline {
 
 Json number(std::optional<double> value) { return value ? Json(*value) : Json(nullptr); }
 
+std::string hexadecimal(std::uint64_t value) {
+  std::ostringstream text;
+  text << std::hex << std::setw(16) << std::setfill('0') << value;
+  return text.str();
+}
+
 Json row(const Result& result, const Baseline& baseline) {
   Json row = {
       {"optimizer", result.run.optimizer()},
@@ -55,6 +62,9 @@ Json row(const Result& result, const Baseline& baseline) {
       {"mean_bytes_per_step_of_the_run", result.mean_step_bytes()},
       {"dense_bytes_over_those_of_the_run", number(baseline.ratio(result.mean_step_bytes()))},
   };
+  row["step_seconds"] = result.step_seconds;
+  row["interface_bytes_per_step"] = result.interface_bytes;
+  row["parameters"] = hexadecimal(result.fingerprint);
   for (const Phase& phase : phases) {
     std::string key = phase.name + std::string("_seconds");
     std::replace(key.begin(), key.end(), ' ', '_');
@@ -82,6 +92,7 @@ Json settings(const Options& options) {
       {"layers", options.shape.layers},
       {"heads", options.shape.heads},
       {"context", options.shape.context},
+      {"communicator", options.communicator == Ranks::mpi ? "mpi" : "threads"},
       {"ranks", options.ranks},
       {"sequences_per_rank", options.batch},
       {"steps", options.steps},

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Installs what is missing (Debian), builds, trains, writes tables and pictures. Options: run.sh --help
+# With --communicator mpi, under mpirun: one process a rank, --ranks of them or 4.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 build=$root/build/pretrain
 bible=$build/bible.txt
 
-packages=(g++ cmake ninja-build libtorch-dev libopenblas0-pthread libcli11-dev nlohmann-json3-dev bible-kjv gnuplot-nox)
+packages=(g++ cmake ninja-build libtorch-dev libopenblas0-pthread libcli11-dev nlohmann-json3-dev bible-kjv gnuplot-nox
+  libopenmpi-dev openmpi-bin)
 
 install_missing() {
   local missing=() package
@@ -46,4 +48,17 @@ mkdir -p "$build"
 
 [[ -s $bible ]] || bible -f Gen1:1-Rev22:21 | cut -d ' ' -f 2- >"$bible"  # the verses without their numbers
 
-exec "$build/pretrain" --text "$bible" --output "$root/runs/pretrain" "$@"
+launch=()
+if [[ " $* " == *" --communicator mpi "* || " $* " == *" --communicator=mpi "* ]]; then
+  ranks=4
+  for ((i = 1; i <= $#; ++i)); do
+    case ${!i} in
+      --ranks) next=$((i + 1)) && ranks=${!next} ;;
+      --ranks=*) ranks=${!i#*=} ;;
+    esac
+  done
+  launch=(mpirun --oversubscribe --bind-to none -np "$ranks")
+  ((EUID == 0)) && launch+=(--allow-run-as-root)
+fi
+
+exec "${launch[@]}" "$build/pretrain" --text "$bible" --output "$root/runs/pretrain" "$@"

@@ -2,19 +2,26 @@
 
 #include "progress.hpp"
 
+#include <scape/fingerprint.hpp>
+#include <scape/mpi/communicator.hpp>
+
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <exception>
+#include <fstream>
 #include <mutex>
 #include <numbers>
 #include <optional>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 namespace pretrain {
 namespace {
@@ -51,16 +58,36 @@ class Team {
   std::exception_ptr error_;
 };
 
+// Bytes that a network interface of this process's namespace has sent; 0 without a name.
+double bytes_sent_by(const std::string& interface) {
+  if (interface.empty()) return 0;
+  std::ifstream file("/proc/self/net/dev");
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream fields(line);
+    std::string name;
+    if (!std::getline(fields >> std::ws, name, ':') || name != interface) continue;
+    double value = 0;
+    for (int field = 0; field <= 8; ++field) fields >> value;  // the ninth: bytes sent
+    if (fields) return value;
+  }
+  throw std::runtime_error("no counters of the network interface " + interface);
+}
+
+template <class Communicator>
 class Rank {
  public:
-  Rank(const Options& options, const Run& run, const Text& text, const Team& team, int rank)
+  // `training` and `monitoring` are what communicators are made of. Losses travel over one of their own: they do not
+  // count as traffic of the training.
+  template <class... Group>
+  Rank(const Options& options, const Run& run, const Text& text, int rank, const std::tuple<Group...>& training,
+       const std::tuple<Group...>& monitoring)
       : options_(options),
         run_(run),
         text_(text),
         validation_(text.validation_windows(options.eval_windows, rank, options.ranks)),
         model_(options.shape, options.seed),
-        monitor_(team.monitoring, rank),
-        context_(team.training, rank),
+        monitor_(std::make_from_tuple<Communicator>(monitoring)),
+        context_(std::make_from_tuple<RankContext<Communicator>>(training)),
         optimizer_(make_optimizer(options, run, model_.tensors(), context_)) {
     std::seed_seq seeds{options.seed, static_cast<std::uint64_t>(rank)};
     random_.seed(seeds);
@@ -70,9 +97,11 @@ class Rank {
   Result train(Progress* progress) {
     Result result;
     result.run = run_;
-    double loss_since_point = 0;
+    double loss_since_point = 0, interface_bytes = 0;
     for (std::size_t step = 1; step <= options_.steps; ++step) {
+      const double before = bytes_sent_by(options_.interface);
       const double loss = train_one_step(step, result);
+      if (step > options_.skip_steps) interface_bytes += bytes_sent_by(options_.interface) - before;
       loss_since_point += loss;
       if (progress != nullptr) progress->step(step, loss, context_.communicator.bytes_sent());
 
@@ -86,10 +115,14 @@ class Rank {
       loss_since_point = 0;
       if (progress != nullptr) progress->validation(result.curve.back());
     }
+    const auto steps = static_cast<double>(options_.steps - std::min(options_.steps, options_.skip_steps));
+    result.interface_bytes = interface_bytes / steps;
+    for (const Phase& phase : phases) result.times.*phase.seconds /= static_cast<double>(timed_steps_);
+    result.step_seconds = others_ == 0 ? timed_seconds_ / static_cast<double>(timed_steps_)
+                                       : other_seconds_ / static_cast<double>(others_);
+    result.fingerprint = common_fingerprint();
     return result;
   }
-
-  std::span<const float> parameters() { return model_.parameters(); }
 
  private:
   double train_one_step(std::size_t step, Result& result) {
@@ -100,17 +133,27 @@ class Rank {
                                " is not finite: try a lower learning rate");
     const double computed = now();
     const std::uint64_t sent = context_.communicator.bytes_sent();
-    StepFigures figures =
-        optimizer_->step(model_.gradients(), model_.parameters(), learning_rate(options_, run_.learning_rate, step));
+    const StepFigures figures =
+        optimizer_->step(model_.gradients(), model_.parameters(), learning_rate(options_, run_.learning_rate, step),
+                         (options_.steps - step) % options_.report_every == 0);
     context_.compute.synchronize();  // the next forward reads the parameters
-    seconds_ += now() - start;
-
-    figures.times.compute = computed - start;
-    for (const Phase& phase : phases)
-      result.times.*phase.seconds += figures.times.*phase.seconds / static_cast<double>(options_.steps);
-    result.mask_bytes = figures.mask_bytes;
-    result.payload_bytes = figures.payload_bytes;
+    const double took = now() - start;
+    seconds_ += took;
     result.step_bytes = context_.communicator.bytes_sent() - sent;
+    if (figures.timed) {
+      result.mask_bytes = figures.mask_bytes;
+      result.payload_bytes = figures.payload_bytes;
+    }
+    if (step <= options_.skip_steps) return loss;
+    if (!figures.timed) {
+      other_seconds_ += took;
+      ++others_;
+      return loss;
+    }
+    timed_seconds_ += took;
+    ++timed_steps_;
+    result.times.compute += computed - start;
+    for (const Phase& phase : phases) result.times.*phase.seconds += figures.times.*phase.seconds;
     return loss;
   }
 
@@ -132,40 +175,46 @@ class Rank {
     return mean[0];
   }
 
+  // A hash of the parameters; throws where ranks have not the same.
+  std::uint64_t common_fingerprint() {
+    scape::Fingerprint hash;
+    for (const float value : model_.parameters()) hash.add(static_cast<double>(value));
+    std::vector<scape::MaskWord> all(2 * static_cast<std::size_t>(monitor_.size()));
+    const std::array own{static_cast<scape::MaskWord>(hash.value()), static_cast<scape::MaskWord>(hash.value() >> 32)};
+    monitor_.all_gather(own, all, context_.compute);
+    context_.compute.synchronize();
+    for (std::size_t rank = 1; 2 * rank < all.size(); ++rank)
+      if (all[2 * rank] != all[0] || all[2 * rank + 1] != all[1])
+        throw std::runtime_error("the parameters of rank " + std::to_string(rank) + " differ from those of rank 0");
+    return hash.value();
+  }
+
   const Options& options_;
   const Run& run_;
   const Text& text_;
   std::vector<std::uint8_t> validation_;
   std::mt19937_64 random_;
   Model model_;
-  scape::ThreadCommunicator monitor_;
-  RankContext context_;
+  Communicator monitor_;
+  RankContext<Communicator> context_;
   std::unique_ptr<Optimizer> optimizer_;
-  double seconds_ = 0;
+  double seconds_ = 0, timed_seconds_ = 0, other_seconds_ = 0;
+  std::size_t timed_steps_ = 0, others_ = 0;
 };
 
-void expect_identical(const std::vector<std::vector<float>>& parameters) {
-  for (std::size_t rank = 1; rank < parameters.size(); ++rank)
-    if (std::memcmp(parameters[0].data(), parameters[rank].data(), parameters[0].size() * sizeof(float)) != 0)
-      throw std::runtime_error("the parameters of rank " + std::to_string(rank) + " differ from those of rank 0");
-}
-
-}  // namespace
-
-Result train(const Options& options, const Run& run, const Text& text, Progress& progress) {
-  const auto ranks = static_cast<std::size_t>(options.ranks);
+Result train_threads(const Options& options, const Run& run, const Text& text, Progress& progress) {
+  using Rank = Rank<scape::ThreadCommunicator>;
   Team team(options.ranks);
   Result result;
-  std::vector<std::vector<float>> parameters(ranks);
   std::vector<std::thread> threads;
-  for (std::size_t r = 0; r < ranks; ++r)
+  for (int r = 0; r < options.ranks; ++r)
     threads.emplace_back([&, r] {
       std::optional<Rank> rank;  // lives until the team knows of a failure: the others must not be the first to tell
       try {
         use_one_thread_per_rank();
-        rank.emplace(options, run, text, team, static_cast<int>(r));
+        rank.emplace(options, run, text, r, std::tie(std::as_const(team.training), std::as_const(r)),
+                     std::tie(std::as_const(team.monitoring), std::as_const(r)));
         Result own = rank->train(r == 0 ? &progress : nullptr);
-        parameters[r].assign(rank->parameters().begin(), rank->parameters().end());
         if (r == 0) result = std::move(own);
       } catch (...) {
         team.fail(std::current_exception());
@@ -173,8 +222,23 @@ Result train(const Options& options, const Run& run, const Text& text, Progress&
     });
   for (std::thread& thread : threads) thread.join();
   team.rethrow_failure();
-  expect_identical(parameters);
   return result;
+}
+
+Result train_process(const Options& options, const Run& run, const Text& text, Progress& progress) {
+  use_one_thread_per_rank();
+  int r = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &r);
+  const std::tuple<MPI_Comm> world(MPI_COMM_WORLD);
+  Rank<scape::MpiCommunicator> rank(options, run, text, r, world, world);
+  return rank.train(r == 0 ? &progress : nullptr);
+}
+
+}  // namespace
+
+Result train(const Options& options, const Run& run, const Text& text, Progress& progress) {
+  return options.communicator == Ranks::mpi ? train_process(options, run, text, progress)
+                                            : train_threads(options, run, text, progress);
 }
 
 }  // namespace pretrain

@@ -21,14 +21,17 @@ struct CurvePoint {
   double seconds = 0;       // of training so far, without validations
 };
 
-// Bytes are those that the first rank's communicator counted.
+// Bytes are those that the first rank's communicator counted. Means leave the skipped steps out.
 struct Result {
   Run run;
   std::vector<CurvePoint> curve;
-  StepTimes times;               // of a step, mean over the run
-  std::uint64_t mask_bytes = 0;  // of the last step, so at the final density
+  StepTimes times;               // of a timed step, mean
+  double step_seconds = 0;       // of the others, of all where all are timed
+  std::uint64_t mask_bytes = 0;  // of the last timed step, so at the final density
   std::uint64_t payload_bytes = 0;
-  std::uint64_t step_bytes = 0;  // both
+  std::uint64_t step_bytes = 0;   // of the last step
+  double interface_bytes = 0;     // of a step, all ranks together, as the network interface counted them; mean
+  std::uint64_t fingerprint = 0;  // of the parameters in the end
 
   double validation_loss() const { return curve.back().validation_loss; }
   double mean_step_bytes() const {  // over the run, density warm-up included
@@ -36,7 +39,8 @@ struct Result {
   }
 };
 
-// Trains a model on all ranks. Throws if the ranks' parameters are not identical at the end.
+// Trains a model on all ranks, or on this process's where they are processes: the first has the result. Throws if the
+// ranks' parameters are not identical at the end.
 Result train(const Options& options, const Run& run, const Text& text, Progress& progress);
 
 }  // namespace pretrain

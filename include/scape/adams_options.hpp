@@ -19,12 +19,14 @@ struct AdamSOptions {
   float epsilon = 1e-8f;
   float weight_decay = 0;          ///< decoupled, as in AdamW; not on segments with decay = false
   float clip_norm = 0;             ///< 0: none; what is clipped is the rule's choice
+  float gradient_scale = 1;        ///< multiplies every gradient as it is read: 1 / loss scale, 1 / micro-batches
   double density = 1;              ///< share of elements kept: 0.01 is 99% sparsity; 1 is dense AdamS
   std::size_t density_warmup = 0;  ///< steps over which the density falls, geometrically, from 1
   int delay = 1;                   ///< steps from a mask's making to its use
   std::size_t refresh = 1;         ///< a new mask every so many steps
   MaskCoding mask_coding = MaskCoding::automatic;
   bool exact_mask_parts = false;  ///< for unbalanced layouts: no padding in the mask exchange (MaskPlan)
+  bool adds = false;  ///< whether add() is used: rule `clock` needs 4 bytes more for each element it owns then
   std::size_t compare_every = 1;  ///< ranks compare step, rate and mask every so many steps; 0: never
 
   MaskOptions masks() const {
@@ -40,6 +42,7 @@ struct AdamSOptions {
     expects(finite(epsilon), "epsilon", epsilon, "must be finite and at least 0");
     expects(finite(weight_decay), "weight_decay", weight_decay, "must be finite and at least 0");
     expects(finite(clip_norm), "clip_norm", clip_norm, "must be finite and at least 0");
+    expects(std::isfinite(gradient_scale), "gradient_scale", gradient_scale, "must be finite");
     expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
     expects(delay >= 0 && delay <= 1000, "delay", delay, "must be 0 to 1000");
     expects(refresh >= 1, "refresh", refresh, "must be at least 1");
@@ -48,7 +51,7 @@ struct AdamSOptions {
   }
 
   /// All of them, as ranks compare them.
-  std::array<AgreedValue, 13> agreed() const {
+  std::array<AgreedValue, 14> agreed() const {
     return {AgreedValue::real("options.learning_rate", double{learning_rate}),
             AgreedValue::real("options.beta1", double{beta1}),
             AgreedValue::real("options.beta2", double{beta2}),
@@ -61,6 +64,7 @@ struct AdamSOptions {
             AgreedValue::integer("options.refresh", refresh),
             AgreedValue::integer("options.mask_coding", static_cast<std::uint64_t>(mask_coding)),
             AgreedValue::integer("options.exact_mask_parts", exact_mask_parts),
+            AgreedValue::integer("options.adds", adds),
             AgreedValue::integer("options.compare_every", compare_every)};
   }
 };

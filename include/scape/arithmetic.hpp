@@ -43,6 +43,9 @@ SCAPE_HOST_DEVICE inline float choose(bool condition, float a, float b) {
   return float_of(y ^ ((x ^ y) & (0u - static_cast<std::uint32_t>(condition))));
 }
 
+/// 1 for NaN and infinity, else 0.
+SCAPE_HOST_DEVICE inline std::uint32_t is_nonfinite(float a) { return (bits_of(a) & 0x7f800000u) == 0x7f800000u; }
+
 /// The integer by which scores are ranked: the bits of |score|; every NaN is the largest, -0 equals +0, denormals
 /// count.
 SCAPE_HOST_DEVICE inline std::uint32_t score_key(float score) {

@@ -32,6 +32,10 @@ struct ClockRule {
   static constexpr bool clips_gradient = true;
   /// Elements of a mask that waits for its turn are scored as if they had been sent, or masks would repeat.
   static constexpr bool pending_counts_as_sent = true;
+  /// The present gradient stands for the next.
+  static constexpr bool scores_gradient = true;
+  /// Other ranks' elements are their own business.
+  static constexpr bool follows_others = false;
   SCAPE_HOST_DEVICE static float residual(float state, bool) { return state; }
   std::uint64_t fingerprint() const noexcept { return Fingerprint().add(std::uint64_t{2}).add(double{cap}).value(); }
 
@@ -77,10 +81,12 @@ struct ClockRule {
     const float* payload;
     Clocks clocks;
     float cap, epsilon, weight_decay;
+    std::size_t shift = 0;  // from an element to its place in the other arrays: set for each tile
 
     SCAPE_HOST_DEVICE bool needs_every(const Segment&) const { return false; }
     SCAPE_HOST_DEVICE void every(std::size_t, const StepScalars&) const {}
     SCAPE_HOST_DEVICE float second_moment(std::size_t i, std::size_t position, const StepScalars& now) const {
+      i += shift;
       const unsigned n = clocks.steps(i, now.step);
       const Powers power = clocks.at(n);
       const float gradient = divide(payload[position], static_cast<float>(n));
@@ -89,6 +95,7 @@ struct ClockRule {
     }
     SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool decay, float root,
                                 const StepScalars& now) const {
+      i += shift;
       const unsigned n = clocks.steps(i, now.step);
       const Powers power = clocks.at(n);
       const float count = static_cast<float>(n);
@@ -106,31 +113,34 @@ struct ClockRule {
 
   // What the element's first moment would be if it were kept in the step `ahead` of this one, the present gradient
   // standing for the next, times the steps that it would move by.
+  template <class Gradient, class Place>
   struct Score {
-    const float *gradient, *residual, *moments;
+    Gradient gradient;
+    Place place;  // in moments and clocks
+    const float *residual, *moments;
     Clocks clocks;
     const StepScalars* now;
     std::uint64_t ahead;
 
-    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t) const {
-      return of(element, residual[element], clocks.steps(element, now->step + ahead));
+    SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
+      return of(element, bit, residual[element], clocks.steps(place(element, bit), now->step + ahead));
     }
-    SCAPE_HOST_DEVICE float of(std::size_t element, float unsent, unsigned n) const {
+    SCAPE_HOST_DEVICE float of(std::size_t element, std::size_t bit, float unsent, unsigned n) const {
       const Powers power = clocks.at(n);
       const float count = static_cast<float>(n);
-      const float sum = add(unsent, multiply(gradient[element], now->gradient_scale));
-      return multiply(
-          count, add(multiply(power.beta1, moments[element]), multiply(power.one_minus_beta1, divide(sum, count))));
+      const float sum = add(unsent, gradient(element, bit)), moment = moments[place(element, bit)];
+      return multiply(count, add(multiply(power.beta1, moment), multiply(power.one_minus_beta1, divide(sum, count))));
     }
   };
   // The same where other masks wait for their turn: their elements, `sent`, count as sent.
+  template <class Gradient, class Place>
   struct ScoreAfterPending {
-    Score score;
+    Score<Gradient, Place> score;
     const MaskWord* sent;
 
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
       const bool is_sent = sent[bit / word_bits] >> bit % word_bits & 1;
-      return is_sent ? score.of(element, 0, 1) : score(element, bit);
+      return is_sent ? score.of(element, bit, 0, 1) : score(element, bit);
     }
   };
 
@@ -180,19 +190,28 @@ class ClockRule::State {
   }
 
   /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
-  template <class Select>
-  void score_before(std::span<const float> gradient, std::span<const float> residual, MaskView, const StepScalars& now,
+  template <class Gradient, class Place, class Select>
+  void score_before(Gradient gradient, Place place, std::span<const float> residual, MaskView, const StepScalars& now,
                     Select select) const {
-    select(Score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 0});
+    select(score(gradient, place, residual, now, 0));
   }
-  template <class Select>
-  void score_after(std::span<const float> gradient, std::span<const float> residual, MaskView,
+  template <class Gradient, class Place, class Select>
+  void score_after(Gradient gradient, Place place, std::span<const float> residual, MaskView,
                    std::span<const MaskWord> sent, const StepScalars& now, Select select) const {
-    const Score score{gradient.data(), residual.data(), moments_.span().data(), clocks(), &now, 1};
-    sent.empty() ? select(score) : select(ScoreAfterPending{score, sent.data()});
+    const auto after = score(gradient, place, residual, now, 1);
+    if (sent.empty())
+      select(after);
+    else
+      select(ScoreAfterPending<Gradient, Place>{after, sent.data()});
   }
 
  private:
+  template <class Gradient, class Place>
+  Score<Gradient, Place> score(Gradient gradient, Place place, std::span<const float> residual, const StepScalars& now,
+                               std::uint64_t ahead) const {
+    return {gradient, place, residual.data(), moments_.span().data(), clocks(), &now, ahead};
+  }
+
   Clocks clocks() const noexcept {
     return {last_.span().data(), powers_.span().data(), static_cast<unsigned>(table_.size() / 4 - 1)};
   }

@@ -28,16 +28,17 @@ struct MaskOptions {
   int delay = 1;            ///< steps from a mask's making to its first use; its exchange may take as long
   std::size_t refresh = 1;  ///< a new mask every so many steps
   MaskCoding coding = MaskCoding::automatic;
-  std::size_t payload_stride = 0;  ///< 0: packed payloads; else rank r's part begins at r * stride (reduce-scatter)
+  bool payload_by_rank = false;  ///< payloads are not packed: rank r's part begins at r * MaskView::stride
 };
 
 /// Owns the masks, the one in use and those on their way, and exchanges the owners' parts in the background.
 ///
 /// A step asks, in this order:
-///   if (masks.draft_first()) { select into masks.draft(); masks.publish(...); }  // delay 0, and the very first mask
-///   masks.advance(compute);                          // from here on compute waits for this step's mask, no earlier
+///   if (masks.draft_first()) { select into masks.draft(compute); masks.publish(...); }  // delay 0, and the very first
+///   mask masks.advance(compute);                          // from here on compute waits for this step's mask, no
+///   earlier
 ///   ... use masks.current(), and masks.previous() until the next draft ...
-///   if (masks.draft_next()) { select into masks.draft(); masks.publish(...); }
+///   if (masks.draft_next()) { select into masks.draft(compute); masks.publish(...); }
 ///   masks.finish();
 /// Every rank must make the same calls. A mask stays in use until the next one is due.
 ///
@@ -65,20 +66,13 @@ class DelayedMaskScheduler {
     const std::size_t slots = static_cast<std::size_t>(std::max(options.delay, 1)) + 1;
     slots_.reserve(slots);
     pending_.reserve(slots);
-    const std::vector<std::size_t> kept = plan.kept_by_rank(options.density.largest());
-    const std::size_t most = *std::max_element(kept.begin(), kept.end());
-    expects(options.payload_stride == 0 || options.payload_stride >= most, "payload_stride", options.payload_stride,
-            "must be 0 or no less than any rank keeps, ", most);
     for (std::size_t i = 0; i < slots; ++i) slots_.emplace_back(plan, memory);
     for (Slot& slot : slots_) {
-      fill_mask(tables_, slot.words.span(), stream);  // the dense segments' words stay like this
-      fill_values(slot.words.span().first(plan.exchanged_words()), MaskWord{0}, stream);
+      fill_dense(slot, stream);
       fill_values(slot.offsets.span(), std::size_t{0}, stream);
     }
-    count_offsets(tables_, slots_[0].words.span(), options.payload_stride, slots_[0].offsets.span(), stream);
-    slots_[0].kept = options.payload_stride * static_cast<std::size_t>(plan.ranks());
-    for (const Segment& segment : plan.segments())
-      if (segment.dense && options.payload_stride == 0) slots_[0].kept += segment.count;
+    fill_values(slots_[0].words.span(), MaskWord{0}, stream);  // before the first step nothing is kept
+    slots_[0].has_dense = false;
     fill_values(codes_.span(), MaskWord{0}, stream);  // its padding travels too
     previous_ = current_ = &slots_[0];
     stream.synchronize();
@@ -101,8 +95,12 @@ class DelayedMaskScheduler {
   /// The density of the mask to be drafted.
   double draft_density() const noexcept { return options_.density(due()); }
 
-  /// The words of the mask to be drafted: the owner selects into its part.
-  std::span<MaskWord> draft() noexcept { return free_slot().words.span(); }
+  /// The words of the mask to be drafted: the owner selects into its part, on compute.
+  std::span<MaskWord> draft(const S& compute) {
+    Slot& slot = free_slot();
+    if (!slot.has_dense) fill_dense(slot, compute);
+    return slot.words.span();
+  }
 
   /// Masks that are published but not in use yet, as whole masks of which only this rank's part may be read.
   std::size_t pending() const noexcept { return pending_.size(); }
@@ -132,6 +130,7 @@ class DelayedMaskScheduler {
       Slot& slot = free_slot();
       slot.set_density(1, plan_, options_);
       fill_mask(tables_, slot.words.span(), compute);
+      slot.has_dense = true;
       complete(slot, compute);
       current_ = &slot;
     }
@@ -175,8 +174,8 @@ class DelayedMaskScheduler {
     void set_density(double value, const MaskPlan& plan, const MaskOptions& options) {
       if (value == density) return;
       density = value;
-      kept = options.payload_stride == 0 ? plan.kept(density)
-                                         : options.payload_stride * static_cast<std::size_t>(plan.ranks());
+      stride = options.payload_by_rank ? plan.payload_stride(density, code_words) : 0;
+      kept = options.payload_by_rank ? stride * static_cast<std::size_t>(plan.ranks()) : plan.kept(density);
       codes.clear();
       code_words.clear();
       plan.selected_by_rank(density, code_words);
@@ -194,8 +193,9 @@ class DelayedMaskScheduler {
     Buffer<MaskWord, M> words;
     Buffer<std::size_t, M> offsets;
     double density = -1;
-    std::size_t kept = 0;
+    std::size_t kept = 0, stride = 0;
     bool coded = false, arrived = true;  // arrived: compute has waited for it already
+    bool has_dense = false;              // whether the bits of dense segments are set
     std::size_t coded_words = 0;
     std::vector<EliasFano> codes;
     std::vector<std::size_t> code_words;
@@ -210,7 +210,14 @@ class DelayedMaskScheduler {
   std::size_t due() const noexcept { return advanced_ ? step_ + static_cast<std::size_t>(options_.delay) : step_; }
 
   MaskView view(const Slot& slot) const noexcept {
-    return {tables_, slot.words.span(), slot.offsets.span(), slot.kept};
+    return {tables_, slot.words.span(), slot.offsets.span(), slot.kept, slot.stride};
+  }
+
+  // Sets the bits of the dense segments, whose words do not travel: nobody writes them again.
+  void fill_dense(Slot& slot, const S& stream) {
+    fill_mask(tables_, slot.words.span(), stream);
+    fill_values(slot.words.span().first(plan_.exchanged_words()), MaskWord{0}, stream);
+    slot.has_dense = true;
   }
 
   // There are delay + 1 slots: one in use, at most delay - 1 pending when a draft begins. With delay 1 the free one is
@@ -224,7 +231,7 @@ class DelayedMaskScheduler {
   }
 
   void complete(Slot& slot, const S& stream) {
-    count_offsets(tables_, slot.words.span(), options_.payload_stride, slot.offsets.span(), stream);
+    count_offsets(tables_, slot.words.span(), slot.stride, slot.offsets.span(), stream);
     stream.record(slot.ready);
   }
 

@@ -38,9 +38,19 @@ SCAPE_HOST_DEVICE inline std::size_t kept_count(std::size_t count, double densit
 struct Tile {
   std::size_t element;    ///< first element in parameter space
   std::size_t bit;        ///< its bit in mask space; a multiple of word_bits
+  std::size_t own;        ///< its place in arrays of what its owner keeps: `element` where every rank keeps all
   std::uint32_t count;    ///< elements
   std::uint32_t segment;  ///< index into the layout's segments
   std::uint32_t large;    ///< which of its owner's segments of more than one tile that one is; dense ones not counted
+};
+
+/// Where scores find what only the owner keeps of an element: Tile::own, for selection on a rank's own part.
+struct PlaceOfElement {  // every rank keeps all
+  SCAPE_HOST_DEVICE std::size_t operator()(std::size_t element, std::size_t) const { return element; }
+};
+struct PlaceInPart {  // sharded
+  std::size_t first_bit;
+  SCAPE_HOST_DEVICE std::size_t operator()(std::size_t, std::size_t bit) const { return bit - first_bit; }
 };
 
 /// The tables of a MaskPlan, in memory that the stream's work can read.
@@ -56,6 +66,15 @@ struct MaskView {
   std::span<const MaskWord> words;       ///< bits in mask space; those of no element are zero
   std::span<const std::size_t> offsets;  ///< by tile: payload position of its first kept element
   std::size_t kept;                      ///< elements of the payload
+  std::size_t stride = 0;                ///< 0, or of a payload by ranks: where each one's part begins, times the rank
+
+  /// The mask as if there were only the tiles [first, last), at the same places of the payload.
+  MaskView part(std::size_t first, std::size_t last) const {
+    MaskView part = *this;
+    part.plan.tiles = plan.tiles.subspan(first, last - first);
+    part.offsets = offsets.subspan(first, last - first);
+    return part;
+  }
 };
 
 /// How masks over a layout are laid out in memory; made once, on the host.
@@ -67,13 +86,18 @@ struct MaskView {
 /// The payload is in the order of the tiles: by owner, the sparse segments first; within a segment by index.
 class MaskPlan {
  public:
+  /// `sharded`: for arrays of which every rank holds its own elements only, Tile::own counts those.
   /// Throws std::invalid_argument where the segments are not ordered, disjoint and covering, or an owner is no rank.
   template <ShardedLayout L>
-  explicit MaskPlan(const L& layout, bool exact_parts = false)
-      : MaskPlan(layout.size(), layout.ranks(), layout.segments(), exact_parts) {}
+  explicit MaskPlan(const L& layout, bool exact_parts = false, bool sharded = false)
+      : MaskPlan(layout.size(), layout.ranks(), layout.segments(), exact_parts, sharded) {}
 
-  MaskPlan(std::size_t size, int ranks, std::span<const Segment> segments, bool exact_parts)
-      : size_(size), ranks_(ranks), exact_parts_(exact_parts), segments_(segments.begin(), segments.end()) {
+  MaskPlan(std::size_t size, int ranks, std::span<const Segment> segments, bool exact_parts, bool sharded = false)
+      : size_(size),
+        ranks_(ranks),
+        exact_parts_(exact_parts),
+        sharded_(sharded),
+        segments_(segments.begin(), segments.end()) {
     check();
     place_parts();
     place_tiles();
@@ -82,6 +106,7 @@ class MaskPlan {
   std::size_t size() const noexcept { return size_; }
   int ranks() const noexcept { return ranks_; }
   bool exact_parts() const noexcept { return exact_parts_; }
+  bool sharded() const noexcept { return sharded_; }
   std::span<const Segment> segments() const noexcept { return segments_; }
   std::span<const Tile> tiles() const noexcept { return tiles_; }
 
@@ -110,22 +135,44 @@ class MaskPlan {
     return sum;
   }
   std::vector<std::size_t> kept_by_rank(double density) const {
-    std::vector<std::size_t> sums(static_cast<std::size_t>(ranks_));
-    for (const Segment& segment : segments_) sums[static_cast<std::size_t>(segment.owner)] += kept(segment, density);
+    std::vector<std::size_t> sums;
+    kept_by_rank(density, sums);
     return sums;
   }
 
-  /// The same by rank without the dense segments; allocates only where the vector's capacity is below ranks().
+  /// The last two, the second without the dense segments, into a vector; they allocate only where its capacity is below
+  /// ranks().
+  void kept_by_rank(double density, std::vector<std::size_t>& sums) const {
+    sums.assign(static_cast<std::size_t>(ranks_), 0);
+    for (const Segment& segment : segments_) sums[static_cast<std::size_t>(segment.owner)] += kept(segment, density);
+  }
   void selected_by_rank(double density, std::vector<std::size_t>& sums) const {
     sums.assign(static_cast<std::size_t>(ranks_), 0);
     for (const Segment& segment : segments_)
       if (!segment.dense) sums[static_cast<std::size_t>(segment.owner)] += kept(segment, density);
   }
 
+  /// Elements of arrays of what a rank keeps: sharded, its own, each segment padded to whole words, the sparse ones
+  /// first, as they lie in its part of the mask.
+  std::size_t own_elements(int rank) const noexcept { return own_elements_[static_cast<std::size_t>(rank)]; }
+
+  /// The most that a rank keeps, rounded up to whole words of 2 bytes an element.
+  std::size_t payload_stride(double density, std::vector<std::size_t>& sums) const {
+    kept_by_rank(density, sums);
+    const std::size_t most = *std::max_element(sums.begin(), sums.end());
+    return most + most % 2;
+  }
+  std::size_t payload_stride(double density) const {
+    std::vector<std::size_t> sums;
+    return payload_stride(density, sums);
+  }
+
   /// Equal on two ranks whose layouts are equal; another number, almost surely, where anything differs.
   std::uint64_t fingerprint() const noexcept {
     Fingerprint hash;
-    hash.add(std::uint64_t{size_}).add(static_cast<std::uint64_t>(ranks_)).add(std::uint64_t{exact_parts_});
+    hash.add(std::uint64_t{size_})
+        .add(static_cast<std::uint64_t>(ranks_))
+        .add(std::uint64_t{exact_parts_} * 2 + std::uint64_t{sharded_});
     for (const Segment& segment : segments_)
       hash.add(std::uint64_t{segment.begin})
           .add(std::uint64_t{segment.count})
@@ -168,33 +215,36 @@ class MaskPlan {
       owned[static_cast<std::size_t>(segments_[i].owner)].push_back(static_cast<std::uint32_t>(i));
     std::size_t dense_word = exchanged_words();
     for (int rank = 0; rank < ranks_; ++rank) {
-      std::size_t word = part_begin(rank);
+      std::size_t word = part_begin(rank), own = 0;
       std::uint32_t large = 0;
       first_tile_.push_back(tiles_.size());
       for (const std::uint32_t segment : owned[static_cast<std::size_t>(rank)])
-        if (!segments_[segment].dense) append_tiles(segment, word, segments_[segment].count > tile_bits ? large++ : 0);
+        if (!segments_[segment].dense)
+          append_tiles(segment, word, own, segments_[segment].count > tile_bits ? large++ : 0);
       first_dense_tile_.push_back(tiles_.size());
       for (const std::uint32_t segment : owned[static_cast<std::size_t>(rank)])
-        if (segments_[segment].dense) append_tiles(segment, dense_word, 0);
+        if (segments_[segment].dense) append_tiles(segment, dense_word, own, 0);
+      own_elements_.push_back(sharded_ ? own : size_);
     }
     first_tile_.push_back(tiles_.size());
     words_ = dense_word;
   }
 
-  void append_tiles(std::uint32_t index, std::size_t& word, std::uint32_t large) {
+  void append_tiles(std::uint32_t index, std::size_t& word, std::size_t& own, std::uint32_t large) {
     const Segment& segment = segments_[index];
     for (std::size_t done = 0; done < segment.count; done += tile_bits)
-      tiles_.push_back({segment.begin + done, word * word_bits + done,
+      tiles_.push_back({segment.begin + done, word * word_bits + done, sharded_ ? own + done : segment.begin + done,
                         static_cast<std::uint32_t>(std::min(tile_bits, segment.count - done)), index, large});
     word += words_for(segment.count);
+    own += words_for(segment.count) * word_bits;
   }
 
   std::size_t size_;
   int ranks_;
-  bool exact_parts_;
+  bool exact_parts_, sharded_;
   std::size_t words_ = 0;
   std::vector<Segment> segments_;
-  std::vector<std::size_t> part_words_, part_begin_;
+  std::vector<std::size_t> part_words_, part_begin_, own_elements_;
   std::vector<Tile> tiles_;
   std::vector<std::size_t> first_tile_, first_dense_tile_;
 };

@@ -8,7 +8,7 @@
 
 namespace scape::inline v0 {
 
-/// A MaskPlan's tables in memory that the stream's work can read: 32 bytes for every 4,096 elements
+/// A MaskPlan's tables in memory that the stream's work can read: 40 bytes for every 4,096 elements
 /// and 24 a segment. Must stay until the streams that use it have passed.
 template <MemoryResource M>
 class PlanTables {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/arithmetic.hpp>
+#include <scape/gradient.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
 #include <scape/step_scalars.hpp>
@@ -26,6 +27,23 @@ struct AddTo {
   const G* gradient;
   SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
     values[i] = scape::add(values[i], static_cast<float>(gradient[i]));
+  }
+};
+template <class G>
+struct AddScaled {
+  float* values;
+  ScaledGradient<G> gradient;
+  SCAPE_HOST_DEVICE void operator()(std::size_t i) const { values[i] = scape::add(values[i], gradient(i)); }
+};
+// Behind AddScaled, at the mask: the payload grows, and the state is what the rule leaves of a kept element's.
+template <class G, class Rule>
+struct AddToPayload {
+  float *values, *payload;
+  ScaledGradient<G> gradient;
+  Rule rule;
+  SCAPE_HOST_DEVICE void operator()(std::size_t element, std::size_t position) const {
+    payload[position] = scape::add(payload[position], gradient(element));
+    values[element] = rule.state(0.0f, values[element], false, true);
   }
 };
 struct Clear {
@@ -70,6 +88,25 @@ class ResidualStore {
     expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
             values_.size());
     for_each(values_.size(), detail::AddTo<G>{values_.span().data(), gradient.data()}, stream);
+  }
+
+  /// One more gradient, scaled, of a step of which none was accumulated yet.
+  template <class G, Stream S>
+  void add(std::span<const G> gradient, const StepScalars& scalars, const S& stream) const {
+    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
+            values_.size());
+    for_each(values_.size(), detail::AddScaled<G>{values_.span().data(), {gradient.data(), &scalars}}, stream);
+  }
+
+  /// The same where one was: what it leaves at the mask goes to the payload, too.
+  template <class G, class Rule, Stream S>
+  void add(std::span<const G> gradient, MaskView mask, std::span<float> payload, const Rule& rule,
+           const StepScalars& scalars, const S& stream) const {
+    add(gradient, scalars, stream);
+    expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
+    for_each_kept(
+        mask, detail::AddToPayload<G, Rule>{values_.span().data(), payload.data(), {gradient.data(), &scalars}, rule},
+        stream);
   }
 
   /// values = 0 at the mask: they have been sent.

@@ -13,6 +13,8 @@
 #include <scape/error.hpp>
 #include <scape/float16.hpp>
 #include <scape/float8.hpp>
+#include <scape/gradient.hpp>
+#include <scape/host/finite.hpp>
 #include <scape/host/hash.hpp>
 #include <scape/host/pack.hpp>
 #include <scape/host/payload.hpp>
@@ -26,6 +28,8 @@
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/scape_rule.hpp>
+#include <scape/sharding.hpp>
+#include <scape/shared_flag.hpp>
 #include <scape/sparse_buffer_reducer.hpp>
 #include <scape/stream.hpp>
 #include <scape/thread_communicator.hpp>

@@ -40,6 +40,10 @@ struct ScapeRule {
   static constexpr bool clips_gradient = false;
   /// Whether elements of a mask that waits for its turn are scored as if they had been sent.
   static constexpr bool pending_counts_as_sent = false;
+  /// Whether score_after reads the gradient.
+  static constexpr bool scores_gradient = false;
+  /// Whether every rank needs the reduced payload, not its part alone: for the first moments that return to residuals.
+  static constexpr bool follows_others = true;
   /// The residual of an element, given what the store holds and whether the element is kept.
   SCAPE_HOST_DEVICE static float residual(float state, bool is_kept) { return is_kept ? 0.0f : state; }
   std::uint64_t fingerprint() const noexcept {
@@ -82,10 +86,11 @@ struct ScapeRule {
     const float *payload, *moments;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon;
     bool decays;
+    std::size_t shift = 0;  // from an element to its place in `parameters`: set for each tile
 
     SCAPE_HOST_DEVICE bool needs_every(const Segment& segment) const { return decays && segment.decay; }
     SCAPE_HOST_DEVICE void every(std::size_t i, const StepScalars& now) const {
-      parameters[i] = multiply(now.decay, parameters[i]);
+      parameters[i + shift] = multiply(now.decay, parameters[i + shift]);
     }
     SCAPE_HOST_DEVICE float second_moment(std::size_t, std::size_t position, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);
@@ -95,23 +100,36 @@ struct ScapeRule {
       return divide(second, now.second_correction);
     }
     SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, float root, const StepScalars& now) const {
-      const float gradient = multiply(payload[position], now.payload_scale);
-      const float first = add(multiply(beta1, moments[position]), multiply(one_minus_beta1, gradient));
+      const float first = first_moment(position, now);
       const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
       const float step = divide(divide(first, now.first_correction), choose(scale == 0, 1.0f, scale));
-      parameters[i] = subtract(parameters[i], multiply(now.learning_rate, step));
+      parameters[i + shift] = subtract(parameters[i + shift], multiply(now.learning_rate, step));
       state[i] = first;
+    }
+    SCAPE_HOST_DEVICE float first_moment(std::size_t position, const StepScalars& now) const {
+      const float gradient = multiply(payload[position], now.payload_scale);
+      return add(multiply(beta1, moments[position]), multiply(one_minus_beta1, gradient));
     }
   };
 
+  // What a rank does for kept elements that it does not own, where it does not update them.
+  struct Follow {
+    Update update;
+    const StepScalars* now;
+    SCAPE_HOST_DEVICE void operator()(std::size_t i, std::size_t position) const {
+      update.state[i] = update.first_moment(position, *now);
+    }
+  };
+
+  template <class Gradient>
   struct ScoreBefore {
     Accumulation accumulation;
-    const float *gradient, *state;
+    Gradient gradient;
+    const float* state;
     const MaskWord* was;
-    const StepScalars* now;
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
       const bool was_kept = was[bit / word_bits] >> bit % word_bits & 1;
-      return accumulation.state(multiply(gradient[element], now->gradient_scale), state[element], was_kept, false);
+      return accumulation.state(gradient(element, bit), state[element], was_kept, false);
     }
   };
   struct ScoreCorrected {
@@ -165,14 +183,19 @@ class ScapeRule::State {
             options_.epsilon,  options_.weight_decay != 0};
   }
 
-  /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
-  template <class Select>
-  void score_before(std::span<const float> gradient, std::span<const float> state, MaskView before,
-                    const StepScalars& now, Select select) const {
-    select(ScoreBefore{accumulation(), gradient.data(), state.data(), before.words.data(), &now});
+  /// For kept elements of other ranks, where parameters are sharded.
+  Follow follow(std::span<float> state, std::span<const float> payload, const StepScalars& now) const {
+    return {update({}, state, payload), &now};
   }
-  template <class Select>
-  void score_after(std::span<const float>, std::span<const float> state, MaskView mask, std::span<const MaskWord>,
+
+  /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
+  template <class Gradient, class Place, class Select>
+  void score_before(Gradient gradient, Place, std::span<const float> state, MaskView before, const StepScalars&,
+                    Select select) const {
+    select(ScoreBefore<Gradient>{accumulation(), gradient, state.data(), before.words.data()});
+  }
+  template <class Gradient, class Place, class Select>
+  void score_after(Gradient, Place, std::span<const float> state, MaskView mask, std::span<const MaskWord>,
                    const StepScalars&, Select select) const {
     if (rule_.score == MaskScore::corrected)
       select(ScoreCorrected{state.data()});

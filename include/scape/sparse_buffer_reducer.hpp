@@ -113,9 +113,9 @@ class SparseBufferReducer {
     side.record(reduced_);
   }
 
-  /// The same to the owners, as float32: the mask's positions are padded, rank r's from r * stride on (count_offsets
-  /// with that stride), and `own` (stride long) gets the mean of this rank's. Half the bytes of `reduce`, but for
-  /// padding.
+  /// The same to the owners: the mask's positions are padded, rank r's from r * stride on (count_offsets with that
+  /// stride), and `own` (stride long) gets the mean of this rank's; it may be
+  /// their place in the payload. Half the bytes of `reduce`, but for padding.
   template <Communicator<S> C>
   void reduce_scatter(std::size_t stride, std::span<float> own, C& communicator, const S& compute, const S& side) {
     const std::size_t count = stride * static_cast<std::size_t>(communicator.size());

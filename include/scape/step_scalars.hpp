@@ -18,11 +18,12 @@ struct StepScalars {
   double squared_overlap = 0;   ///< of those of its elements that the mask before had too
   std::uint64_t overlap = 0;    ///< how many they are
   float learning_rate = 0;
+  float given_scale = 1;        ///< of gradients: the caller's
   float decay = 1;              ///< 1 - learning_rate * weight_decay
   float first_correction = 1;   ///< divides the first moment
   float old_correction = 1;     ///< divides the old first moment inside the second
   float second_correction = 1;  ///< divides the second moment
-  float gradient_scale = 1;     ///< multiplies every local gradient as it is read
+  float gradient_scale = 1;     ///< multiplies every local gradient as it is read: given_scale, and what clips
   float payload_scale = 1;      ///< multiplies the reduced payload as it is read
 };
 

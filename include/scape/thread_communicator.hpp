@@ -1,13 +1,14 @@
 #pragma once
 
+#include <scape/bfloat16.hpp>
+#include <scape/collective_call.hpp>
 #include <scape/communicator.hpp>
 #include <scape/error.hpp>
 #include <scape/fingerprint.hpp>
-#include <scape/host/loop.hpp>
+#include <scape/host/mean.hpp>
 #include <scape/host/stream.hpp>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -37,20 +38,17 @@ class ThreadGroup {
  private:
   friend class ThreadCommunicator;
 
-  // One rank's part in a collective.
-  struct Call {
-    const char* name = "";
-    std::size_t count = 0;  // elements that all ranks must agree on
+  // One rank's memory in a collective.
+  struct Memory {
     const void* in = nullptr;
     void* out = nullptr;
-    std::size_t own = 0;  // of an uneven gather: this rank's elements, and a hash of all ranks'
-    std::uint64_t counts = 0;
   };
 
   struct State {
     explicit State(int ranks, std::chrono::milliseconds patience)
         : patience(patience),
           calls(static_cast<std::size_t>(ranks)),
+          memory(calls.size()),
           left(calls.size()),
           reading(calls.size()),
           here(calls.size()) {}
@@ -58,7 +56,8 @@ class ThreadGroup {
     const std::chrono::milliseconds patience;
     std::mutex mutex;
     std::condition_variable changed;
-    std::vector<Call> calls;
+    std::vector<detail::CollectiveCall> calls;
+    std::vector<Memory> memory;
     std::vector<char> left, reading, here;  // by rank: gone; may look into the others' buffers; waits for the others
     std::size_t arrived = 0;
     std::uint64_t generation = 0, collectives = 0;
@@ -82,8 +81,7 @@ class ThreadGroup {
     // reading the others' buffers, as all do between the first and the last meeting of a collective.
     void meet(std::size_t rank, bool last = false);
     // Meets, and fails unless all ranks make the same call.
-    void join(std::size_t rank, const Call& call);
-    void check_calls();
+    void join(std::size_t rank, const detail::CollectiveCall& call, const Memory& own);
   };
 
   std::shared_ptr<State> state_;
@@ -122,43 +120,26 @@ class ThreadCommunicator {
 
   /// Sends 2 (W - 1) / W * in.size_bytes(): every rank sums one slice, then all gather the slices.
   void all_reduce_mean(std::span<const float> in, std::span<float> out, const HostStream& stream) {
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
-    const std::size_t own = slice(in.size(), rank_).size;
-    bytes_sent_ += (in.size() - own + (ranks() - 1) * own) * sizeof(float);
-    enqueue(stream, [this, in, out, &pool = stream.pool()] {
-      state_->join(rank_, {"all_reduce_mean", in.size(), in.data(), out.data()});
-      const Slice own = slice(in.size(), rank_);
-      mean_of(own.begin, out.data() + own.begin, own.size, pool);
-      state_->meet(rank_);
-      for (std::size_t other = 0; other < ranks(); ++other)
-        if (other != rank_)
-          take(static_cast<const float*>(state_->calls[other].out), out.data(), slice(in.size(), other));
-      state_->meet(rank_, true);
-    });
+    all_reduce(in, out, stream);
+  }
+  void all_reduce_mean(std::span<const bfloat16> in, std::span<bfloat16> out, const HostStream& stream) {
+    all_reduce(in, out, stream);
   }
 
   /// Sends (W - 1) / W * in.size_bytes().
   void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const HostStream& stream) {
-    expects(in.size() == out.size() * ranks(), "in.size()", in.size(), "must be size() * out.size(), ",
-            (out.size() * ranks()));
-    bytes_sent_ += (ranks() - 1) * out.size_bytes();
-    enqueue(stream, [this, in, out, &pool = stream.pool()] {
-      state_->join(rank_, {"reduce_scatter_mean", in.size(), in.data(), out.data()});
-      mean_of(rank_ * out.size(), out.data(), out.size(), pool);
-      state_->meet(rank_, true);
-    });
+    reduce_scatter(in, out, stream);
+  }
+  void reduce_scatter_mean(std::span<const bfloat16> in, std::span<bfloat16> out, const HostStream& stream) {
+    reduce_scatter(in, out, stream);
   }
 
   /// Sends (W - 1) * own.size_bytes().
   void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const HostStream& stream) {
-    expects(all.size() == own.size() * ranks(), "all.size()", all.size(), "must be size() * own.size(), ",
-            (own.size() * ranks()));
-    bytes_sent_ += (ranks() - 1) * own.size_bytes();
-    enqueue(stream, [this, own, all] {
-      state_->join(rank_, {"all_gather", all.size(), own.data(), all.data()});
-      for (std::size_t other = 0; other < ranks(); ++other) place(other, own.size(), all.data() + other * own.size());
-      state_->meet(rank_, true);
-    });
+    gather(own, all, stream);
+  }
+  void all_gather(std::span<const bfloat16> own, std::span<bfloat16> all, const HostStream& stream) {
+    gather(own, all, stream);
   }
 
   /// Sends (W - 1) * own.size_bytes().
@@ -173,7 +154,8 @@ class ThreadCommunicator {
     Fingerprint print;
     for (const std::size_t count : counts) print.add(std::uint64_t{count});
     enqueue(stream, [this, own, all, print = print.value()] {
-      state_->join(rank_, {"all_gather_uneven", all.size(), own.data(), all.data(), own.size(), print});
+      state_->join(rank_, call_of<MaskWord>(Collective::all_gather_uneven, all.size(), own.size(), print),
+                   {own.data(), all.data()});
       MaskWord* to = all.data();
       for (std::size_t other = 0; other < ranks(); to += state_->calls[other++].own)
         place(other, state_->calls[other].own, to);
@@ -188,9 +170,9 @@ class ThreadCommunicator {
     const std::size_t part = in.size() / ranks();
     bytes_sent_ += (ranks() - 1) * part * sizeof(MaskWord);
     enqueue(stream, [this, in, out, part] {
-      state_->join(rank_, {"all_to_all", in.size(), in.data(), out.data()});
+      state_->join(rank_, call_of<MaskWord>(Collective::all_to_all, in.size()), {in.data(), out.data()});
       for (std::size_t other = 0; other < ranks(); ++other) {
-        const MaskWord* const from = static_cast<const MaskWord*>(state_->calls[other].in) + rank_ * part;
+        const MaskWord* const from = static_cast<const MaskWord*>(state_->memory[other].in) + rank_ * part;
         if (part != 0) std::memcpy(out.data() + other * part, from, part * sizeof(MaskWord));
       }
       state_->meet(rank_, true);
@@ -198,6 +180,49 @@ class ThreadCommunicator {
   }
 
  private:
+  using Collective = detail::Collective;
+  using Slice = detail::Slice;
+
+  template <class T>
+  void all_reduce(std::span<const T> in, std::span<T> out, const HostStream& stream) {
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    const std::size_t own = slice(in.size(), rank_).size;
+    bytes_sent_ += (in.size() - own + (ranks() - 1) * own) * sizeof(T);
+    enqueue(stream, [this, in, out, &pool = stream.pool()] {
+      state_->join(rank_, call_of<T>(Collective::all_reduce_mean, in.size()), {in.data(), out.data()});
+      const Slice own = slice(in.size(), rank_);
+      mean_of(own.begin, out.data() + own.begin, own.size, pool);
+      state_->meet(rank_);
+      for (std::size_t other = 0; other < ranks(); ++other)
+        if (other != rank_) take(static_cast<const T*>(state_->memory[other].out), out.data(), slice(in.size(), other));
+      state_->meet(rank_, true);
+    });
+  }
+
+  template <class T>
+  void reduce_scatter(std::span<const T> in, std::span<T> out, const HostStream& stream) {
+    expects(in.size() == out.size() * ranks(), "in.size()", in.size(), "must be size() * out.size(), ",
+            (out.size() * ranks()));
+    bytes_sent_ += (ranks() - 1) * out.size_bytes();
+    enqueue(stream, [this, in, out, &pool = stream.pool()] {
+      state_->join(rank_, call_of<T>(Collective::reduce_scatter_mean, in.size()), {in.data(), out.data()});
+      mean_of(rank_ * out.size(), out.data(), out.size(), pool);
+      state_->meet(rank_, true);
+    });
+  }
+
+  template <class T>
+  void gather(std::span<const T> own, std::span<T> all, const HostStream& stream) {
+    expects(all.size() == own.size() * ranks(), "all.size()", all.size(), "must be size() * own.size(), ",
+            (own.size() * ranks()));
+    bytes_sent_ += (ranks() - 1) * own.size_bytes();
+    enqueue(stream, [this, own, all] {
+      state_->join(rank_, call_of<T>(Collective::all_gather, all.size()), {own.data(), all.data()});
+      for (std::size_t other = 0; other < ranks(); ++other) place(other, own.size(), all.data() + other * own.size());
+      state_->meet(rank_, true);
+    });
+  }
+
   template <class F>
   void enqueue(const HostStream& stream, F collective) {
     stream.enqueue([this, collective] {
@@ -213,46 +238,30 @@ class ThreadCommunicator {
     });
   }
 
-  struct Slice {
-    std::size_t begin, size;
-  };
-  static constexpr std::size_t run = 4096;
-
   std::size_t ranks() const noexcept { return state_->calls.size(); }
+  Slice slice(std::size_t count, std::size_t rank) const noexcept { return detail::slice_of(count, ranks(), rank); }
 
-  Slice slice(std::size_t count, std::size_t rank) const noexcept {
-    const std::size_t share = count / ranks(), rest = count % ranks();
-    return {rank * share + std::min(rank, rest), share + (rank < rest)};
+  template <class T>
+  static detail::CollectiveCall call_of(Collective collective, std::size_t count, std::size_t own = 0,
+                                        std::uint64_t counts = 0) {
+    return {collective, detail::element_of<T>, count, own, counts};
   }
 
-  static void take(const float* from, float* to, Slice slice) {
-    if (slice.size != 0) std::memcpy(to + slice.begin, from + slice.begin, slice.size * sizeof(float));
+  template <class T>
+  static void take(const T* from, T* to, Slice slice) {
+    if (slice.size != 0) std::memcpy(to + slice.begin, from + slice.begin, slice.size * sizeof(T));
   }
 
-  void place(std::size_t other, std::size_t count, MaskWord* to) const {
-    const void* const from = state_->calls[other].in;
-    if (count != 0 && from != to) std::memcpy(to, from, count * sizeof(MaskWord));
+  template <class T>
+  void place(std::size_t other, std::size_t count, T* to) const {
+    const void* const from = state_->memory[other].in;
+    if (count != 0 && from != to) std::memcpy(to, from, count * sizeof(T));
   }
 
-  void mean_of(std::size_t begin, float* out, std::size_t count, HostPool& pool) const {
-    pool.run((count + run - 1) / run, [&](std::size_t i) {
-      const std::size_t first = i * run, size = std::min(run, count - first);
-      std::array<float, run> sum;  // by itself, since out may be one of the inputs
-      const auto input = [&](std::size_t rank) {
-        return static_cast<const float*>(state_->calls[rank].in) + begin + first;
-      };
-      std::copy_n(input(0), size, sum.data());
-      for (std::size_t rank = 1; rank < ranks(); ++rank) add_to(sum.data(), input(rank), size);
-      divide_by(sum.data(), static_cast<float>(ranks()), size);
-      std::copy_n(sum.data(), size, out + first);
-    });
-  }
-
-  SCAPE_HOST_LOOP static void add_to(float* sum, const float* values, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) sum[i] += values[i];
-  }
-  SCAPE_HOST_LOOP static void divide_by(float* values, float divisor, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) values[i] /= divisor;
+  template <class T>
+  void mean_of(std::size_t begin, T* out, std::size_t count, HostPool& pool) const {
+    const auto input = [&](std::size_t rank) { return static_cast<const T*>(state_->memory[rank].in) + begin; };
+    detail::mean_in_rank_order(ranks(), input, out, count, pool);
   }
 
   std::shared_ptr<ThreadGroup::State> state_;
@@ -284,7 +293,7 @@ inline void ThreadGroup::State::meet(std::size_t rank, bool last) {
     const auto gone = std::find(left.begin(), left.end(), true);
     if (gone == left.end()) return false;
     fail("rank " + std::to_string(gone - left.begin()) + " left the group while rank " + std::to_string(rank) +
-         " waits in " + calls[rank].name + ", collective " + std::to_string(collectives));
+         " waits in " + name_of(calls[rank].collective) + ", collective " + std::to_string(collectives));
     return true;
   };
   const auto now = std::chrono::steady_clock::now();
@@ -303,38 +312,24 @@ inline void ThreadGroup::State::meet(std::size_t rank, bool last) {
     for (std::size_t other = 0; other < here.size(); ++other)
       if (!here[other]) missing += ", rank " + std::to_string(other) + " did not";
     fail("rank " + std::to_string(rank) + " has waited for " + std::to_string(patience.count()) + " ms in " +
-         calls[rank].name + ", collective " + std::to_string(collectives) + ": only " + std::to_string(arrived) +
-         " of " + std::to_string(calls.size()) + " ranks came" + missing);
+         name_of(calls[rank].collective) + ", collective " + std::to_string(collectives) + ": only " +
+         std::to_string(arrived) + " of " + std::to_string(calls.size()) + " ranks came" + missing);
   }
   if (generation != mine) return;
   wait_for_readers(lock);
   throw Error(broken);
 }
 
-inline void ThreadGroup::State::join(std::size_t rank, const Call& call) {
+inline void ThreadGroup::State::join(std::size_t rank, const detail::CollectiveCall& call, const Memory& own) {
   {
     const std::lock_guard lock(mutex);
-    if (broken.empty()) calls[rank] = call;  // else others may still be comparing
+    if (broken.empty()) {  // else others may still be comparing
+      calls[rank] = call;
+      memory[rank] = own;
+    }
   }
   meet(rank);
-  check_calls();
-}
-
-// All ranks come to the same verdict, since all see the same calls.
-inline void ThreadGroup::State::check_calls() {
-  const auto same = [](const Call& a, const Call& b) {
-    return a.count == b.count && a.counts == b.counts && std::strcmp(a.name, b.name) == 0;
-  };
-  const auto agreeing = [&](const Call& call) {
-    return std::count_if(calls.begin(), calls.end(), [&](const Call& other) { return same(call, other); });
-  };
-  const auto text = [](const Call& c) { return std::string(c.name) + " of " + std::to_string(c.count) + " elements"; };
-  const Call& usual = *std::max_element(calls.begin(), calls.end(),
-                                        [&](const Call& a, const Call& b) { return agreeing(a) < agreeing(b); });
-  for (std::size_t odd = 0; odd < calls.size(); ++odd)
-    if (!same(calls[odd], usual))
-      throw Error("collective " + std::to_string(collectives) + ": rank " + std::to_string(odd) + " calls " +
-                  text(calls[odd]) + ", the others " + text(usual));
+  detail::check_calls(calls, collectives);
 }
 
 }  // namespace scape::inline v0

@@ -36,11 +36,12 @@ struct Magnitude {
 ///
 /// Throws std::invalid_argument on a wrong argument, before anything is enqueued.
 ///
-/// The workspace is the masker's own from call to call, zeros before the first: on CUDA the last thresholds stay there
-/// and make the next call cheaper; what it holds never changes the result.
+/// The workspace is the masker's own from call to call, zeros before the first: the last thresholds stay there and make
+/// the next call cheaper; what it holds never changes the result.
 ///
-/// Moves 8.125 bytes an element of the rank's segments where a score reads 4: two reads and the bits. Up to four reads
-/// where many scores nearly agree, none at density 1.
+/// Moves 4.125 bytes an element of the rank's segments where a score reads 4: one read and the bits, wherever the guess
+/// of the threshold holds, from the last call or, on the host, from a sample. Further reads where it does not, or where
+/// many scores are equal to the k-th; none at density 1.
 ///
 /// Source: the selection rule of SCAPE (arXiv 2607.01678); radix selection as in AIR Top-K (Zhang et al., SC'23).
 class TopKMasker {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/communicator.hpp>
+#include <scape/gradient.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
 #include <scape/step_scalars.hpp>
@@ -26,15 +27,19 @@ struct AnySelect {  // stands for what scores are handed to
 ///   advance()       (StepScalars&): what depends on the step, at its start; step and both scales are set already
 ///   begin(scalars, stream): enqueues what else a step starts with
 ///   accumulation()  members state, payload and optionally moment, as ErrorFeedback has them
-///   update(...)     members needs_every, every, second_moment, kept, as ScapeRule::Update has them
+///   update(...)     members needs_every, every, second_moment, kept, shift, as ScapeRule::Update has them
 ///   score_before, score_after: call select once with the ScoreFunction of a mask for this step, before anything is
 ///                   accumulated, or for a later one; which of update and score_after is first, the rule says
+///   follow(...)     only where follows_others: a functor for kept elements of other ranks, if parameters are sharded
 template <class R, class M>
 concept UpdateRule = MemoryResource<M> && std::copyable<R> &&
     requires(const R& rule, typename R::template State<M>& state, std::span<const float> values, std::span<float> array,
-             std::span<const MaskWord> sent, MaskView mask, StepScalars& scalars, detail::AnySelect select) {
+             ScaledGradient<float> gradient, std::span<const MaskWord> sent, MaskView mask, StepScalars& scalars,
+             detail::AnySelect select) {
   { R::clips_gradient } -> std::convertible_to<bool>;          // the local gradient is clipped, else the payload
   { R::pending_counts_as_sent } -> std::convertible_to<bool>;  // score_after is told what waits in other masks
+  { R::follows_others } -> std::convertible_to<bool>;          // every rank needs the whole reduced payload
+  { R::scores_gradient } -> std::convertible_to<bool>;         // score_after reads the gradient
   { R::residual(0.0f, true) } -> std::same_as<float>;          // of an element, from store and mask
   { rule.fingerprint() } -> std::same_as<std::uint64_t>;       // equal on all ranks, or they disagree
   { state.selects_after_update() } -> std::same_as<bool>;
@@ -44,8 +49,8 @@ concept UpdateRule = MemoryResource<M> && std::copyable<R> &&
   state.advance()(scalars);
   state.accumulation();
   state.update(array, array, values);
-  state.score_before(values, values, mask, scalars, select);
-  state.score_after(values, values, mask, sent, scalars, select);
+  state.score_before(gradient, PlaceOfElement{}, values, mask, scalars, select);
+  state.score_after(gradient, PlaceOfElement{}, values, mask, sent, scalars, select);
 };
 
 }  // namespace scape::inline v0

@@ -1,5 +1,6 @@
-# Runs the programs and fails unless they print the same.
+# Runs the programs, commands with | between their words, and fails unless they print the same.
 foreach(program IN LISTS programs)
+  string(REPLACE "|" ";" program "${program}")
   execute_process(COMMAND ${program} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
   message(STATUS "${program}: ${output}")
   if(DEFINED first AND NOT output STREQUAL first)

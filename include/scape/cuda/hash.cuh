@@ -13,11 +13,6 @@
 namespace scape::inline v0 {
 namespace detail {
 
-struct ClearHash {
-  MaskWord* hash;
-  __device__ void operator()(std::size_t i) const { hash[i] = 0; }
-};
-
 template <int = 0>  // inline, which kernels cannot be
 __global__ void __launch_bounds__(block_threads) hash_kernel(const MaskWord* words, std::size_t count, MaskWord* hash) {
   MaskWord first = 0, second = 0;
@@ -37,7 +32,7 @@ __global__ void __launch_bounds__(block_threads) hash_kernel(const MaskWord* wor
 
 // The same function as in host/hash.hpp, with the same results to the bit.
 inline void hash_words(std::span<const MaskWord> words, std::span<MaskWord, 2> hash, const CudaStream& stream) {
-  for_each(hash.size(), detail::ClearHash{hash.data()}, stream);
+  fill_values(std::span<MaskWord>(hash), MaskWord{0}, stream);
   const std::size_t blocks = std::min<std::size_t>(1024, detail::blocks_for(words.size(), detail::block_threads));
   detail::launch(detail::hash_kernel<>, blocks, detail::block_threads, stream, words.data(), words.size(), hash.data());
 }

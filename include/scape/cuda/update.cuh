@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(block_threads) update_kernel(DeviceMask mask, 
   __shared__ TileBits bits;
   const Tile tile = mask.tiles[blockIdx.x];
   const Segment segment = mask.segments[tile.segment];
+  rule.shift = tile.own - tile.element;
   const StepScalars now = *scalars;
   bits.load(tile, mask.words);
   const std::size_t offset = mask.offsets[blockIdx.x];

@@ -6,8 +6,9 @@
 // contracts across functions, and vectorises the plain code.
 #if defined(__GNUC__) && !defined(__clang__)
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define SCAPE_HOST_LOOP \
-  [[gnu::target_clones("arch=x86-64-v4", "avx2", "default"), gnu::flatten, gnu::optimize("O3", "fp-contract=off")]]
+#define SCAPE_HOST_LOOP                                                              \
+  [[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), gnu::flatten, \
+    gnu::optimize("O3", "fp-contract=off")]]
 #else
 #define SCAPE_HOST_LOOP [[gnu::flatten, gnu::optimize("O3", "fp-contract=off")]]
 #endif

@@ -3,6 +3,7 @@
 #include <scape/elias_fano.hpp>
 #include <scape/error.hpp>
 #include <scape/host/loop.hpp>
+#include <scape/host/set_bits.hpp>
 #include <scape/host/stream.hpp>
 #include <scape/mask_plan.hpp>
 
@@ -11,8 +12,14 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
+#include <utility>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace scape::inline v0 {
 
@@ -28,14 +35,28 @@ void run_parts(HostPool& pool, std::size_t count, std::size_t run, F body) {
 /// Bits that a thread packs or unpacks at once.
 inline constexpr std::size_t pack_run = 65536;
 
+/// Bit j = flags[j], which is 0 or 1.
+inline MaskWord word_of(const std::uint8_t (&flags)[word_bits]) {
+#if defined(__SSE2__)
+  const auto half = [&](std::size_t first) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(flags + first));
+    return static_cast<MaskWord>(_mm_movemask_epi8(_mm_slli_epi16(bytes, 7)));
+  };
+  return half(0) | half(16) << 16;
+#else
+  MaskWord word = 0;
+  for (std::size_t i = 0; i < word_bits; ++i) word |= MaskWord{flags[i]} << i;
+  return word;
+#endif
+}
+
 /// Whole words: bit j of words[i] = predicate(first + 32 * i + j).
 template <class Predicate>
 SCAPE_HOST_LOOP void pack_words(const Predicate predicate, std::size_t first, MaskWord* words, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
-    MaskWord word = 0;
-    for (std::size_t j = 0; j < word_bits; ++j)
-      word |= MaskWord{static_cast<bool>(predicate(first + i * word_bits + j))} << j;
-    words[i] = word;
+    std::uint8_t flags[word_bits];
+    for (std::size_t j = 0; j < word_bits; ++j) flags[j] = static_cast<bool>(predicate(first + i * word_bits + j));
+    words[i] = word_of(flags);
   }
 }
 
@@ -66,34 +87,32 @@ SCAPE_HOST_LOOP inline void unpack_run(const MaskWord* words, std::size_t bit, s
 
 SCAPE_HOST_LOOP inline std::size_t count_bits(const MaskWord* words, std::size_t count) {
   std::size_t sum = 0, i = 0;
-  for (; i + 2 <= count; i += 2)
-    sum += static_cast<std::size_t>(std::popcount(std::uint64_t{words[i + 1]} << word_bits | words[i]));
+  for (std::uint64_t pair; i + 2 <= count; i += 2) {
+    std::memcpy(&pair, words + i, sizeof pair);
+    sum += static_cast<std::size_t>(std::popcount(pair));
+  }
   if (i < count) sum += static_cast<std::size_t>(std::popcount(words[i]));
   return sum;
 }
 
 /// Calls visit(position) for the set bits of words [begin, end), ascending.
 template <class F>
-void for_each_bit(const MaskWord* words, std::size_t begin, std::size_t end, F&& visit) {
-  const auto visit_all = [&](std::size_t word, std::uint64_t bits) {
-    for (; bits != 0; bits &= bits - 1) visit(word * word_bits + static_cast<std::size_t>(std::countr_zero(bits)));
-  };
-  for (; begin + 2 <= end; begin += 2) visit_all(begin, std::uint64_t{words[begin + 1]} << word_bits | words[begin]);
-  if (begin < end) visit_all(begin, words[begin]);
+void for_each_bit(const MaskWord* words, std::size_t begin, std::size_t end, F visit) {
+  SetBits bits;
+  for (; begin < end; begin += SetBits::words) {
+    bits.find(words + begin, std::min(SetBits::words, end - begin));
+    for (const std::size_t bit : bits) visit(begin * word_bits + bit);
+  }
 }
 
-/// The counts of set bits in runs of count_words words, in the workspace, replaced by what comes before each run.
-/// Returns the sum.
-inline std::size_t number_bits(HostPool& pool, std::span<const MaskWord> words, std::size_t* before) {
-  run_parts(pool, words.size(), count_words, [=](std::size_t begin, std::size_t end) {
-    before[begin / count_words] = count_bits(words.data() + begin, end - begin);
+/// The counts of set bits in runs of `run` words, in the workspace, replaced by what comes before each run. Returns the
+/// sum.
+inline std::size_t number_bits(HostPool& pool, std::span<const MaskWord> words, std::size_t run, std::size_t* before) {
+  run_parts(pool, words.size(), run, [=](std::size_t begin, std::size_t end) {
+    before[begin / run] = count_bits(words.data() + begin, end - begin);
   });
   std::size_t sum = 0;
-  for (std::size_t i = 0; i * count_words < words.size(); ++i) {
-    const std::size_t count = before[i];
-    before[i] = sum;
-    sum += count;
-  }
+  for (std::size_t i = 0; i * run < words.size(); ++i) sum += std::exchange(before[i], sum);
   return sum;
 }
 
@@ -113,15 +132,14 @@ class BitSetter {
     flush();
   }
 
-  void set(std::size_t word, MaskWord bits) {
-    if (word != word_) {
+  void set(std::size_t position) {
+    if (position / word_bits != word_) {
       flush();
-      word_ = word;
+      word_ = position / word_bits;
       bits_ = 0;
     }
-    bits_ |= bits;
+    bits_ |= MaskWord{1} << (position % word_bits);
   }
-  void set(std::size_t position) { set(position / word_bits, MaskWord{1} << (position % word_bits)); }
 
  private:
   void flush() {
@@ -137,13 +155,44 @@ class BitSetter {
   MaskWord bits_ = 0;
 };
 
-/// Sets the bits of value, of which there are `count`, from `bit` on.
-inline void set_low(BitSetter& low, std::size_t bit, std::size_t count, std::size_t value) {
-  const std::uint64_t part = std::uint64_t{static_cast<MaskWord>(value)} << (bit % word_bits);
-  low.set(bit / word_bits, static_cast<MaskWord>(part));
-  if (part >> word_bits != 0) low.set(bit / word_bits + 1, static_cast<MaskWord>(part >> word_bits));
-  if (count > word_bits) set_low(low, bit + word_bits, count - word_bits, value >> word_bits);
-}
+/// Appends bits from `bit` on in words that were zero before the loop, of which the first and the last word may be
+/// another thread's too.
+class BitAppender {
+ public:
+  BitAppender(MaskWord* words, std::size_t bit) : word_(words + bit / word_bits), used_(bit % word_bits) {}
+  BitAppender(const BitAppender&) = delete;
+  ~BitAppender() {
+    if (bits_ != 0) std::atomic_ref(*word_).fetch_or(static_cast<MaskWord>(bits_), std::memory_order_relaxed);
+  }
+
+  /// The last `count` bits of value; the others must be 0.
+  void append(std::uint64_t value, std::size_t count) {
+    if (count > word_bits) {
+      append_part(static_cast<MaskWord>(value), word_bits);
+      value >>= word_bits;
+      count -= word_bits;
+    }
+    append_part(value, count);
+  }
+
+ private:
+  void append_part(std::uint64_t value, std::size_t count) {
+    bits_ |= value << used_;
+    used_ += count;
+    if (used_ < word_bits) return;
+    const std::atomic_ref word(*word_++);
+    const MaskWord full = static_cast<MaskWord>(bits_);
+    shared_ ? void(word.fetch_or(full, std::memory_order_relaxed)) : word.store(full, std::memory_order_relaxed);
+    shared_ = false;
+    bits_ >>= word_bits;
+    used_ -= word_bits;
+  }
+
+  MaskWord* word_;
+  std::uint64_t bits_ = 0;
+  std::size_t used_;
+  bool shared_ = true;
+};
 
 /// The `count` bits from `bit` on. Where there are any, the word after them is read, too: the high part is there.
 inline std::size_t get_low(const MaskWord* words, std::size_t bit, std::size_t count) {
@@ -171,36 +220,73 @@ SCAPE_HOST_LOOP inline bool mark_part(const std::size_t* indices, std::size_t co
 SCAPE_HOST_LOOP inline void encode_part(const EliasFano& code, const MaskWord* words, std::size_t begin,
                                         std::size_t end, std::size_t i, MaskWord* out) {
   const std::size_t bits = code.low_bits(), low_mask = (std::size_t{1} << bits) - 1;
-  BitSetter low(out, true), high(out + code.low_words(), true);
+  BitAppender low(out, i * bits);
+  BitSetter high(out + code.low_words(), true);
   for_each_bit(words, begin, end, [&](std::size_t position) {
-    set_low(low, i * bits, bits, position & low_mask);
+    low.append(position & low_mask, bits);
     high.set((position >> bits) + i++);
   });
 }
 
-/// Decodes the ones of words [begin, end) of the high part, the first of which is the code's i-th. Returns false where
-/// they give no ascending positions inside the mask.
-SCAPE_HOST_LOOP inline bool decode_part(const EliasFano& code, const MaskWord* in, std::size_t begin, std::size_t end,
-                                        std::size_t i, MaskWord* words) {
-  const std::size_t bits = code.low_bits(), last = (code.bits() - 1) >> bits;
+/// How the decoding of the high part is shared: by runs of its words, as short as the workspace allows, since each
+/// stands for many more bits of the mask.
+class HighRuns {
+ public:
+  HighRuns(const EliasFano& code, const std::size_t* before)
+      : code_(code),
+        before_(before),
+        size_(std::max<std::size_t>(64, code.high_words() / (code.workspace_bytes() / sizeof(std::size_t)) + 1)) {}
+
+  std::size_t size() const { return size_; }
+  std::size_t ones_before(std::size_t word) const { return before_[word / size_]; }
+
+  /// The mask's words in which the bucket lies, of the 2^low_bits positions with equal high bits, that a run begins
+  /// with; the run before may end with it, too.
+  std::pair<std::size_t, std::size_t> shared_words(std::size_t word) const {
+    if (word == 0) return {0, 0};
+    const std::size_t words = words_for(code_.bits());
+    if (word >= code_.high_words()) return {words, words};
+    const std::size_t bucket = word * word_bits - ones_before(word);
+    return {std::min(words, (bucket << code_.low_bits()) / word_bits),
+            std::min(words, words_for((bucket + 1) << code_.low_bits()))};
+  }
+
+ private:
+  EliasFano code_;
+  const std::size_t* before_;
+  std::size_t size_;
+};
+
+/// Writes the words between those that the run [begin, end) of the high part shares, and sets its bits in these, which
+/// were cleared. Returns false where the code gives no ascending positions inside the mask.
+SCAPE_HOST_LOOP inline bool decode_run(const EliasFano& code, const HighRuns& runs, const MaskWord* in,
+                                       std::size_t begin, std::size_t end, MaskWord* words) {
+  const std::size_t bits = code.low_bits();
   const MaskWord* const high = in + code.low_words();
-  BitSetter setter(words, true);
-  bool valid = true;
-  std::size_t least = 0;  // that the next position may be
+  const std::size_t first = runs.shared_words(begin).second;
+  const std::size_t own = std::max(first, runs.shared_words(end).first) - first;
+  std::fill_n(words + first, own, MaskWord{0});
+
+  std::size_t i = runs.ones_before(begin);
   const auto position_of = [&](std::size_t one, std::size_t number) {
     return (one - number) << bits | get_low(in, number * bits, bits);
   };
-  // The part's first element has the high bits of the one before it only where their ones are neighbours.
+  std::size_t least = 0;  // that the next position may be
+  // The run's first element has the high bits of the one before it only where their ones are neighbours.
   if (i != 0 && begin != 0 && high[begin - 1] >> (word_bits - 1) != 0)
     least = position_of(begin * word_bits - 1, i - 1) + 1;
+  bool ascends = true;
   for_each_bit(high, begin, end, [&](std::size_t one) {
-    const std::size_t position = position_of(one, i);
-    if (one - i > last || position < least || position >= code.bits()) valid = false;
-    if (valid) setter.set(position);
+    const std::size_t position = position_of(one, i++), word = position / word_bits;
+    const MaskWord bit = MaskWord{1} << (position % word_bits);
+    ascends &= position >= least;
     least = position + 1;
-    ++i;
+    if (word - first < own)
+      words[word] |= bit;
+    else if (position < code.bits())
+      std::atomic_ref(words[word]).fetch_or(bit, std::memory_order_relaxed);
   });
-  return valid;
+  return ascends && least <= code.bits();
 }
 
 /// Whether the bits that pad `count` bits to whole words are zero.
@@ -274,7 +360,7 @@ inline void list_bits(std::span<const MaskWord> words, std::span<std::size_t> in
                       const HostStream& stream) {
   stream.enqueue([=, &pool = stream.pool()] {
     auto* const before = reinterpret_cast<std::size_t*>(workspace.data());
-    const std::size_t count = detail::number_bits(pool, words, before);
+    const std::size_t count = detail::number_bits(pool, words, count_words, before);
     if (count != indices.size())
       throw Error("the mask has " + std::to_string(count) + " set bits, not " + std::to_string(indices.size()));
     detail::run_parts(pool, words.size(), count_words, [=](std::size_t begin, std::size_t end) {
@@ -300,7 +386,7 @@ inline void encode_elias_fano(EliasFano code, std::span<const MaskWord> words, s
                               std::span<std::byte> workspace, const HostStream& stream) {
   stream.enqueue([=, &pool = stream.pool()] {
     auto* const before = reinterpret_cast<std::size_t*>(workspace.data());
-    const std::size_t count = detail::number_bits(pool, words, before);
+    const std::size_t count = detail::number_bits(pool, words, count_words, before);
     if (count != code.kept() || !detail::padding_is_zero(words.data(), code.bits()))
       throw Error("the mask of " + std::to_string(code.bits()) + " bits has " + std::to_string(count) +
                   " set, its Elias-Fano code is for " + std::to_string(code.kept()));
@@ -317,15 +403,19 @@ inline void encode_elias_fano(EliasFano code, std::span<const MaskWord> words, s
 inline void decode_elias_fano(EliasFano code, std::span<const MaskWord> in, std::span<MaskWord> words,
                               std::span<std::byte> workspace, const HostStream& stream) {
   stream.enqueue([=, &pool = stream.pool()] {
-    detail::clear_words(pool, words);
-    if (code.kept() == 0) return;
+    if (code.kept() == 0) return detail::clear_words(pool, words);
     auto* const before = reinterpret_cast<std::size_t*>(workspace.data());
+    const detail::HighRuns runs(code, before);
     const auto high = in.subspan(code.low_words(), code.high_words());
-    const std::size_t count = detail::number_bits(pool, high, before);
+    const std::size_t count = detail::number_bits(pool, high, runs.size(), before);
     std::atomic<bool> valid = count == code.kept() && detail::padding_is_zero(in.data(), code.kept() * code.low_bits());
     if (valid) {
-      detail::run_parts(pool, high.size(), count_words, [=, &valid](std::size_t begin, std::size_t end) {
-        if (!detail::decode_part(code, in.data(), begin, end, before[begin / count_words], words.data())) valid = false;
+      for (std::size_t i = runs.size(); i < high.size(); i += runs.size()) {
+        const auto [first, last] = runs.shared_words(i);
+        std::fill(words.data() + first, words.data() + last, MaskWord{0});
+      }
+      detail::run_parts(pool, high.size(), runs.size(), [=, &valid](std::size_t begin, std::size_t end) {
+        if (!detail::decode_run(code, runs, in.data(), begin, end, words.data())) valid = false;
       });
     }
     if (!valid)

@@ -7,37 +7,83 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 
 namespace scape::inline v0 {
 namespace detail {
 
-inline constexpr std::size_t select_block = 1024;             // elements whose keys are computed at once
+inline constexpr std::uint32_t key_end = 0x80000000;          // above all keys
+inline constexpr std::size_t select_block = 1024;             // elements whose keys are compared at once
+inline constexpr std::size_t select_chunk = 16 * tile_bits;   // elements that a thread takes at once
 inline constexpr std::size_t small_segment = 32 * tile_bits;  // most elements that one thread selects from alone
-inline constexpr std::size_t tiny_segment = 256;              // most that are sorted out without a histogram
-inline constexpr std::size_t few_candidates = 2048;           // most that are sorted out without further histograms
+inline constexpr std::size_t small_room = 8192;               // for the candidates of such a segment
+inline constexpr std::size_t sample_run = 8;                  // elements side by side that a sample takes
 
-/// A run of a segment that one thread works on at a time, and what is known of it.
-struct alignas(64) SelectChunk {
-  std::array<std::uint32_t, 2048> bins;  ///< keys by their next 11 or 10 bits
-  std::size_t inside;                    ///< keys in the range in which the k-th lies
-  std::size_t kept;                      ///< how many of those are kept: the first ones, where not all
-  std::size_t first, last;               ///< its candidates
+/// Keys [low, high).
+struct KeyRange {
+  std::uint32_t low, high;
+  std::uint32_t width() const noexcept { return high - low; }
+  bool operator==(const KeyRange&) const = default;
 };
 
-/// Elements of a chunk: at least 65,536, and so many that a segment has at most 512 chunks.
-inline std::size_t chunk_elements(std::size_t count) noexcept {
-  return tile_bits * std::max<std::size_t>(16, count / (tile_bits * 512) + 1);
-}
-inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) / chunk_elements(count) + 1; }
+/// How many keys are above a range, and how many are in it or above.
+struct KeyCounts {
+  std::size_t above = 0, reached = 0;
+  std::size_t inside() const noexcept { return reached - above; }
+  void operator+=(const KeyCounts& other) noexcept {
+    above += other.above;
+    reached += other.reached;
+  }
+};
 
-/// Room for candidates: a bin of evenly spread values holds 1/16 of them at most.
-inline std::size_t candidates_for(std::size_t count) noexcept { return count / 14; }
+/// What is remembered of a segment: its last threshold, and that the next should be less than `reach` away. Zeros:
+/// nothing. A guess, whatever it holds.
+struct LastThreshold {
+  std::uint32_t key : 31, jumps : 1;  ///< jumps: moves so far from call to call that a sample tells more
+  std::uint32_t reach;
+};
+
+/// A run of a segment that one thread works on at a time.
+struct SelectChunk {
+  KeyCounts counts;  ///< of the last read
+  std::size_t kept;  ///< how many of the keys inside are kept: the first ones
+};
+inline std::size_t chunks_for(std::size_t count) noexcept { return (count - 1) / select_chunk + 1; }
+
+inline int bits_for(std::uint64_t number) noexcept { return static_cast<int>(std::bit_width(number)); }
+
+/// A key of the range that was read, and where it is, as one number: the larger is kept, the lower index first.
+struct CandidateCode {
+  std::uint32_t low;  ///< of the range
+  int index_bits;
+  std::uint64_t index_mask() const { return (std::uint64_t{1} << index_bits) - 1; }
+  std::uint64_t encode(std::uint32_t key, std::size_t index) const {
+    return std::uint64_t{key - low} << index_bits | (index_mask() - index);
+  }
+  std::uint32_t key(std::uint64_t candidate) const { return low + static_cast<std::uint32_t>(candidate >> index_bits); }
+  std::size_t index(std::uint64_t candidate) const { return index_mask() - (candidate & index_mask()); }
+};
+
+/// count^(2/3): a sample of that many keys leaves about twice as many candidates, so that neither costs much more time
+/// than the other.
+inline std::size_t sample_share(std::size_t count) noexcept {
+  const double root = std::cbrt(static_cast<double>(count));
+  return static_cast<std::size_t>(root * root);
+}
+inline std::size_t candidates_for(std::size_t count) noexcept { return 3 * sample_share(count); }
+
+/// Of a segment that fits into a core's first cache the sample is all.
+inline std::size_t sample_size(std::size_t count) noexcept {
+  return count <= tile_bits ? count : sample_share(count) / sample_run * sample_run;
+}
 
 template <class Score>
 SCAPE_HOST_LOOP void compute_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
@@ -45,266 +91,394 @@ SCAPE_HOST_LOOP void compute_keys(Score score, std::size_t element, std::size_t 
   for (std::size_t i = 0; i < count; ++i) keys[i] = score_key(score(element + i, bit + i));
 }
 
-SCAPE_HOST_LOOP inline void compare_keys(const std::uint32_t* keys, std::size_t words, std::uint32_t bound,
-                                         MaskWord* bits) {
-  for (std::size_t w = 0; w < words; ++w) {
-    MaskWord word = 0;
-    for (std::size_t i = 0; i < word_bits; ++i) word |= static_cast<MaskWord>(keys[w * word_bits + i] >= bound) << i;
-    bits[w] = word;
+/// Writes one bit a key: whether it is above the range, and whether it is in it or above.
+template <class Score>
+SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
+                                       KeyRange range, MaskWord* above, MaskWord* reached) {
+  KeyCounts counts;
+  const auto compare = [&](std::size_t begin, std::size_t bits) {
+    MaskWord larger = 0, larger_or_inside = 0;
+    for (std::size_t i = 0; i < bits; ++i) {
+      const std::uint32_t key = score_key(score(element + begin + i, bit + begin + i));
+      larger |= static_cast<MaskWord>(key >= range.high) << i;
+      larger_or_inside |= static_cast<MaskWord>(key >= range.low) << i;
+    }
+    above[begin / word_bits] = larger;
+    reached[begin / word_bits] = larger_or_inside;
+    counts.above += static_cast<std::size_t>(std::popcount(larger));
+    counts.reached += static_cast<std::size_t>(std::popcount(larger_or_inside));
+  };
+  std::size_t begin = 0;
+  for (; begin + word_bits <= count; begin += word_bits) compare(begin, word_bits);
+  if (begin != count) compare(begin, count - begin);
+  return counts;
+}
+
+/// Encodes the keys inside the range, by the bits that compare_keys wrote. Those of a segment count from `begin`.
+template <class Score>
+SCAPE_HOST_LOOP void collect_keys(Score score, std::size_t element, std::size_t bit, std::size_t begin,
+                                  std::span<const MaskWord> above, const MaskWord* reached, CandidateCode code,
+                                  std::uint64_t* candidates) {
+  for (std::size_t w = 0; w < above.size(); ++w)
+    for (MaskWord inside = reached[w] & ~above[w]; inside != 0; inside &= inside - 1) {
+      const std::size_t i = begin + w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
+      *candidates++ = code.encode(score_key(score(element + i, bit + i)), i);
+    }
+}
+
+/// Adds to the words the first `left` of the bits that `reached` has and they have not; counts them down.
+SCAPE_HOST_LOOP inline void join_first(std::span<MaskWord> words, const MaskWord* reached, std::size_t& left) {
+  for (std::size_t w = 0; w < words.size() && left != 0; ++w) {
+    MaskWord joined = reached[w] & ~words[w];
+    std::size_t count = static_cast<std::size_t>(std::popcount(joined));
+    for (; count > left; --count) joined ^= std::bit_floor(joined);
+    left -= count;
+    words[w] |= joined;
   }
+}
+
+/// Of fewer than 2^32 keys.
+SCAPE_HOST_LOOP inline std::size_t count_reached(std::span<const std::uint32_t> keys, std::uint32_t bound) {
+  std::uint32_t reached = 0;
+  for (const std::uint32_t key : keys) reached += key >= bound;
+  return reached;
+}
+
+/// A range that holds the k-th largest key, of one key or with no more than `few` inside. Halves it again and again:
+/// counting takes vectors little time.
+inline KeyRange range_of_kth(std::span<const std::uint32_t> keys, std::size_t k, std::size_t few) {
+  KeyRange range{0, key_end};
+  KeyCounts counts{0, keys.size()};
+  while (counts.inside() > few && range.width() > 1) {
+    const std::uint32_t middle = range.low + range.width() / 2;
+    const std::size_t reached = count_reached(keys, middle);
+    (reached >= k ? range.low : range.high) = middle;
+    (reached >= k ? counts.reached : counts.above) = reached;
+  }
+  return range;
 }
 
 /// Finds the k largest keys of one segment, the lower index first where they are equal, and writes its words.
 ///
-/// Radix selection: a histogram of the keys' top 11 bits tells in which bin the k-th lies; the next read writes the
-/// bits of what is above it and collects what is inside, in order of index, as candidates, among which the histograms
-/// of the next 10 and last 10 bits decide. A bin with more keys than there is room is narrowed by further reads
-/// instead.
+/// A range of keys that should hold the k-th is guessed, from the last call's threshold or else from a sample. One read
+/// writes the bits of the keys above it, counts, and collects the few keys inside as candidates, among which the rest
+/// is decided. Where the guess was wrong, or more keys are inside than there is room for, the counts narrow what is
+/// open and another guess is read; at worst down to one key that many elements share, the first of which one more read
+/// finds.
 template <class Score>
 class Selection {
  public:
-  /// With a pool, all chunks at once; without, there is one chunk.
+  /// One chunk for every select_chunk elements; they are worked on one after the other where there is no pool. Scratch:
+  /// candidates_for(count) numbers.
   Selection(Score score, std::size_t element, std::size_t bit, std::size_t count, MaskWord* words,
-            std::span<SelectChunk> chunks, std::span<std::uint64_t> candidates, HostPool* pool)
+            std::span<SelectChunk> chunks, std::byte* scratch, HostPool* pool)
       : score_(score),
         element_(element),
         bit_(bit),
         count_(count),
         words_(words),
         chunks_(chunks),
-        chunk_size_(chunks.size() == 1 ? count : chunk_elements(count)),
-        candidates_(candidates),
+        candidates_(reinterpret_cast<std::uint64_t*>(scratch), candidates_for(count)),
+        sample_(reinterpret_cast<std::uint32_t*>(scratch), sample_size(count)),
         pool_(pool) {}
 
-  void select(std::size_t k) {
-    if (k == count_) return for_chunks([this](std::size_t i) { keep_all(i); });
-    needed_ = k;
-    if (count_ <= tiny_segment) return sort_out_all();
-    bool collected = false;
-    for (const int shift : {20, 10, 0}) {
-      for_chunks([&](std::size_t i) { collected ? count_candidates(chunks_[i], shift) : count_elements(i, shift); });
-      const std::size_t inside = narrow(shift);
-      if (inside == needed_) break;
-      if (!collected && shift != 0 && inside <= candidates_.size()) {
-        collect();
-        if (inside <= few_candidates) return sort_out(candidates_.first(inside));
-        collected = true;
+  void select(std::size_t k, LastThreshold& last) {
+    if (k == count_) return run(chunks_.size(), [this](std::size_t i) { keep_all(i); });
+    k_ = k;
+    for (KeyRange guess = first_guess(last);; guess = next_guess()) {
+      const KeyCounts counts = read(guess);
+      if (counts.above >= k) {
+        open_.low = guess.high;
+        counts_.reached = counts.above;
+      } else if (counts.reached < k) {
+        open_.high = guess.low;
+        counts_.above = counts.reached;
+      } else {
+        open_ = guess;
+        counts_ = counts;
+        if (can_collect(open_, counts_.inside())) return remember(keep_candidates(), last);
+        if (open_.width() == 1) return keep_first(), remember(open_.low, last);
       }
     }
-    std::size_t left = needed_;
-    for (SelectChunk& chunk : chunks_) left -= chunk.kept = std::min(left, chunk.inside);
-    for_chunks([&](std::size_t i) { collected ? keep_candidates(chunks_[i]) : write_words<false>(i); });
   }
 
  private:
-  using Keys = std::array<std::uint32_t, select_block>;
+  static constexpr std::size_t few = 16;           // candidates to be left by a guess from all keys
+  static constexpr std::size_t few_to_sort = 256;  // candidates among which no histogram is needed
 
   template <class F>
-  void for_chunks(F body) {
-    if (pool_ != nullptr) return pool_->run(chunks_.size(), body);
-    body(0);
+  void run(std::size_t count, F body) {
+    if (pool_ != nullptr) return pool_->run(count, body);
+    for (std::size_t i = 0; i < count; ++i) body(i);
   }
 
   template <class F>
   void for_blocks(std::size_t chunk, F body) {
-    const std::size_t end = std::min(count_, (chunk + 1) * chunk_size_);
-    for (std::size_t i = chunk * chunk_size_; i < end; i += select_block) body(i, std::min(select_block, end - i));
+    const std::size_t end = std::min(count_, (chunk + 1) * select_chunk);
+    for (std::size_t i = chunk * select_chunk; i < end; i += select_block) body(i, std::min(select_block, end - i));
   }
 
-  void keep_all(std::size_t i) {
-    for_blocks(i, [&](std::size_t begin, std::size_t count) {
+  void keep_all(std::size_t chunk) {
+    for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
       std::fill_n(words_ + begin / word_bits, words_for(count), ~MaskWord{0});
-      clear_tail(words_ + begin / word_bits, count);
+      if (count % word_bits != 0) words_[(begin + count) / word_bits] = (MaskWord{1} << count % word_bits) - 1;
     });
   }
 
-  static void clear_tail(MaskWord* words, std::size_t count) {
-    if (count % word_bits != 0) words[count / word_bits] &= (MaskWord{1} << count % word_bits) - 1;
+  // ---- Guesses
+
+  KeyRange first_guess(LastThreshold last) {
+    if (last.reach == 0 || last.jumps) return next_guess();
+    const std::uint32_t key = last.key;
+    return {key - std::min(key, last.reach - 1), key + std::min(key_end - key, last.reach)};
   }
 
-  // Counts the keys in [low_, low_ + width_) by the bits above `shift`; two histograms take turns, since an increment
-  // waits for the one before it in the same place.
-  void count_elements(std::size_t i, int shift) {
-    alignas(64) Keys keys;
-    std::array<std::uint32_t, 2048> odd{};
-    std::array<std::uint32_t, 2048>& even = chunks_[i].bins;
-    even.fill(0);
-    for_blocks(i, [&](std::size_t begin, std::size_t count) {
-      compute_keys(score_, element_ + begin, bit_ + begin, count, keys.data());
-      for (std::size_t j = 0; j + 1 < count; j += 2) {
-        if (keys[j] - low_ < width_) ++even[(keys[j] - low_) >> shift];
-        if (keys[j + 1] - low_ < width_) ++odd[(keys[j + 1] - low_) >> shift];
+  // A part of what is open, or all of it where that can be collected.
+  KeyRange next_guess() {
+    if (can_collect(open_, counts_.inside())) return open_;
+    take_sample();
+    const KeyRange likely = sample_.size() == count_ ? range_of_kth(sample_, k_, few) : likely_range();
+    const KeyRange guess{std::max(open_.low, likely.low), std::min(open_.high, likely.high)};
+    margin_ *= 4;
+    return guess.low < guess.high && guess != open_ ? guess : median_key();
+  }
+
+  // All keys, or runs of them, one at a place like random in every stride.
+  void take_sample() {
+    if (sample_.size() == count_) return compute_keys(score_, element_, bit_, count_, sample_.data());
+    constexpr std::size_t part = 128;
+    const std::size_t runs = sample_.size() / sample_run, stride = count_ / runs, rest = count_ % runs;
+    run((runs - 1) / part + 1, [=, this](std::size_t i) {
+      for (std::size_t r = i * part; r < std::min(runs, (i + 1) * part); ++r) {
+        const std::size_t shift = (r * 0x9e3779b97f4a7c15 >> 32) % (stride - sample_run + 1);
+        const std::size_t place = r * stride + r * rest / runs + shift;
+        compute_keys(score_, element_ + place, bit_ + place, sample_run, sample_.data() + r * sample_run);
       }
-      if (count % 2 != 0 && keys[count - 1] - low_ < width_) ++even[(keys[count - 1] - low_) >> shift];
     });
-    for (std::size_t j = 0; j < odd.size(); ++j) even[j] += odd[j];
   }
 
-  void count_candidates(SelectChunk& chunk, int shift) {
-    chunk.bins.fill(0);
-    for (const std::uint64_t candidate : candidates_.subspan(chunk.first, chunk.last - chunk.first)) {
-      const std::uint32_t key = key_of(candidate) - low_;
-      if (key < width_) ++chunk.bins[key >> shift];
+  // Around the key whose place in the sample is that of the k-th among all: as far as the margin times the standard
+  // deviation of how many of the k a sample has.
+  KeyRange likely_range() const {
+    const double size = static_cast<double>(sample_.size());
+    const double rank = size * static_cast<double>(k_) / static_cast<double>(count_);
+    const double error = margin_ * std::sqrt(rank * (1 - rank / size)) + 2;
+    const auto accuracy = static_cast<std::size_t>(error / 16);
+    KeyRange range{0, key_end};
+    if (rank + error < size) range.low = range_of_kth(sample_, static_cast<std::size_t>(rank + error), accuracy).low;
+    if (rank - error >= 1) range.high = range_of_kth(sample_, static_cast<std::size_t>(rank - error), accuracy).high;
+    return range;
+  }
+
+  // Of the sample's keys that are open, or just the middle where none is: what bounds the worst case.
+  KeyRange median_key() const {
+    const std::size_t above = count_reached(sample_, open_.high), reached = count_reached(sample_, open_.low);
+    const std::uint32_t middle = open_.low + open_.width() / 2;
+    return above == reached ? KeyRange{middle, middle + 1} : range_of_kth(sample_, (above + reached + 1) / 2, 0);
+  }
+
+  // For the next call. The threshold is looked for four times as far away as it has just moved, half as far as this
+  // time, or among a few elements, whichever is most; a sample tells more where that is too much.
+  void remember(std::uint32_t threshold, LastThreshold& last) const {
+    const double most = spacing(threshold) * static_cast<double>(std::min(sample_share(count_), 2 * k_));
+    const double moved = std::abs(static_cast<double>(threshold) - last.key);
+    const double before = last.reach == 0 ? 0 : last.reach - 1;
+    const double reach = std::max({4 * moved, before / 2, most / 16});
+    last.key = threshold & (key_end - 1);
+    last.jumps = reach > most;
+    last.reach = 1 + static_cast<std::uint32_t>(std::min({reach, 4 * most, key_end / 2.0}));
+  }
+
+  // From one element's key to the next, on average, near the threshold: in the last range, up to where it has a bound.
+  double spacing(std::uint32_t threshold) const {
+    double keys = 0, elements = 1;
+    if (open_.low != 0) {
+      keys += threshold - open_.low + 1;
+      elements += static_cast<double>(counts_.reached - k_);
     }
-  }
-
-  // Narrows the range to the bin in which the k-th key lies; returns how many keys are inside.
-  std::size_t narrow(int shift) {
-    std::array<std::uint64_t, 2048> totals{};
-    for (const SelectChunk& chunk : chunks_)
-      for (std::size_t j = 0; j < totals.size(); ++j) totals[j] += chunk.bins[j];
-    std::size_t bin = (width_ >> shift) - 1;
-    for (; totals[bin] < needed_; --bin) needed_ -= totals[bin];
-    low_ += static_cast<std::uint32_t>(bin) << shift;
-    width_ = std::uint32_t{1} << shift;
-    for (SelectChunk& chunk : chunks_) chunk.inside = chunk.bins[bin];
-    return totals[bin];
-  }
-
-  // Writes the bits of all keys above the range and collects those inside; their keys count from low_ from now on.
-  void collect() {
-    std::size_t first = 0;
-    for (SelectChunk& chunk : chunks_) {
-      chunk.first = first;
-      chunk.last = first += chunk.inside;
+    if (open_.high != key_end) {
+      keys += open_.high - threshold;
+      elements += static_cast<double>(k_ - counts_.above);
     }
-    for_chunks([this](std::size_t i) { write_words<true>(i); });
-    low_ = 0;
+    return keys / elements;
   }
 
-  template <bool collecting>
-  void write_words(std::size_t i) {
-    alignas(64) Keys keys;
+  // ---- Reads
+
+  CandidateCode code(KeyRange range) const { return {range.low, bits_for(count_)}; }
+  int candidate_bits(KeyRange range) const { return bits_for(count_) + bits_for(range.width() - 1); }
+  bool can_collect(KeyRange range, std::size_t inside) const {
+    return inside <= candidates_.size() && candidate_bits(range) <= 64;
+  }
+
+  KeyCounts read(KeyRange range) {
+    found_ = 0;
+    run(chunks_.size(), [=, this](std::size_t i) { chunks_[i].counts = read_chunk(i, range); });
+    KeyCounts counts;
+    for (const SelectChunk& chunk : chunks_) counts += chunk.counts;
+    return counts;
+  }
+
+  KeyCounts read_chunk(std::size_t chunk, KeyRange range) {
     std::array<MaskWord, select_block / word_bits> reached;
-    std::size_t next = chunks_[i].first, left = chunks_[i].kept;
-    for_blocks(i, [&](std::size_t begin, std::size_t count) {
-      compute_keys(score_, element_ + begin, bit_ + begin, count, keys.data());
-      const std::size_t used = words_for(count);
-      std::fill(keys.begin() + static_cast<std::ptrdiff_t>(count),
-                keys.begin() + static_cast<std::ptrdiff_t>(used * word_bits), 0);
-      MaskWord* const words = words_ + begin / word_bits;
-      compare_keys(keys.data(), used, low_ + width_, words);
-      compare_keys(keys.data(), used, low_, reached.data());
-      clear_tail(reached.data(), count);
-      for (std::size_t w = 0; w < used; ++w) {
-        MaskWord inside = reached[w] & ~words[w];
-        if constexpr (collecting) {
-          for (; inside != 0; inside &= inside - 1) {
-            const std::size_t j = w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
-            candidates_[next++] = candidate(keys[j] - low_, begin + j);
-          }
-        } else if (inside != 0) {
-          std::size_t count_inside = static_cast<std::size_t>(std::popcount(inside));
-          for (; count_inside > left; --count_inside) inside ^= std::bit_floor(inside);
-          left -= count_inside;
-          words[w] |= inside;
-        }
-      }
+    std::array<std::uint64_t, 2 * select_block> collected;
+    std::size_t pending = 0;
+    KeyCounts counts;
+    for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
+      MaskWord* const above = words_ + begin / word_bits;
+      const KeyCounts block = compare_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached.data());
+      counts += block;
+      if (block.inside() == 0 || !can_collect(range, found_)) return;
+      collect_keys(score_, element_, bit_, begin, {above, words_for(count)}, reached.data(), code(range),
+                   collected.data() + pending);
+      pending += block.inside();
+      if (pending >= select_block) add_candidates({collected.data(), std::exchange(pending, 0)});
     });
+    add_candidates({collected.data(), pending});
+    return counts;
   }
 
-  void keep_candidates(SelectChunk& chunk) {
-    for (const std::uint64_t candidate : candidates_.subspan(chunk.first, chunk.last - chunk.first)) {
-      const std::uint32_t key = key_of(candidate);
-      if (key < low_) continue;
-      if (key - low_ < width_) {
-        if (chunk.kept == 0) continue;
-        --chunk.kept;
-      }
-      keep(candidate);
+  void add_candidates(std::span<const std::uint64_t> collected) {
+    const std::size_t place = found_.fetch_add(collected.size(), std::memory_order_relaxed);
+    if (place + collected.size() <= candidates_.size())
+      std::copy(collected.begin(), collected.end(), candidates_.data() + place);
+  }
+
+  // ---- Decisions
+
+  // Of the candidates, in whatever order they were found. Returns the threshold.
+  std::uint32_t keep_candidates() {
+    std::size_t needed = k_ - counts_.above;
+    std::span<std::uint64_t> undecided = candidates_.first(counts_.inside());
+    if (undecided.size() > few_to_sort) undecided = keep_upper_bins(undecided, needed);
+    const auto last = undecided.begin() + static_cast<std::ptrdiff_t>(needed - 1);
+    std::nth_element(undecided.begin(), last, undecided.end(), std::greater());
+    std::for_each(undecided.begin(), last + 1, [this](std::uint64_t candidate) { keep(candidate); });
+    return code(open_).key(*last);
+  }
+
+  // By a histogram: keeps what is in bins above the one that the last of the needed is in, and moves that one's to the
+  // front.
+  std::span<std::uint64_t> keep_upper_bins(std::span<std::uint64_t> candidates, std::size_t& needed) {
+    constexpr int bin_bits = 10;
+    const int shift = std::max(candidate_bits(open_) - bin_bits, 0);
+    std::array<std::size_t, std::size_t{1} << bin_bits> bins{};
+    for (const std::uint64_t candidate : candidates) ++bins[candidate >> shift];
+    std::size_t bin = bins.size() - 1;
+    for (; bins[bin] < needed; --bin) needed -= bins[bin];
+    std::size_t inside = 0;
+    for (const std::uint64_t candidate : candidates) {
+      if (candidate >> shift > bin) keep(candidate);
+      if (candidate >> shift == bin) candidates[inside++] = candidate;
     }
+    return candidates.first(inside);
   }
-
-  void sort_out_all() {
-    Keys keys;
-    compute_keys(score_, element_, bit_, count_, keys.data());
-    index_bits_ = 32;
-    for (std::size_t i = 0; i < count_; ++i) candidates_[i] = candidate(keys[i], i);
-    std::fill_n(words_, words_for(count_), 0);
-    sort_out(candidates_.first(count_));
-  }
-
-  void sort_out(std::span<std::uint64_t> candidates) {
-    const auto end = candidates.begin() + static_cast<std::ptrdiff_t>(needed_);
-    std::nth_element(candidates.begin(), end, candidates.end(), std::greater());
-    std::for_each(candidates.begin(), end, [this](std::uint64_t candidate) { keep(candidate); });
-  }
-
-  // A candidate is a number: the larger is kept. All that collect() finds agree in all but the last 20 bits of the key.
-  std::uint64_t candidate(std::uint32_t key, std::uint64_t index) const {
-    return std::uint64_t{key} << index_bits_ | (index_mask() - index);
-  }
-  std::uint32_t key_of(std::uint64_t candidate) const { return static_cast<std::uint32_t>(candidate >> index_bits_); }
-  std::uint64_t index_mask() const { return (std::uint64_t{1} << index_bits_) - 1; }
 
   void keep(std::uint64_t candidate) {
-    const std::uint64_t index = index_mask() - (candidate & index_mask());
+    const std::size_t index = code(open_).index(candidate);
     words_[index / word_bits] |= MaskWord{1} << index % word_bits;
+  }
+
+  // Of the keys inside, which are all equal.
+  void keep_first() {
+    std::size_t left = k_ - counts_.above;
+    for (SelectChunk& chunk : chunks_) left -= chunk.kept = std::min(left, chunk.counts.inside());
+    run(chunks_.size(), [this](std::size_t i) {
+      std::size_t kept = chunks_[i].kept;
+      if (kept == 0) return;
+      for_blocks(i, [&](std::size_t begin, std::size_t count) {
+        std::array<MaskWord, select_block / word_bits> reached;
+        MaskWord* const words = words_ + begin / word_bits;
+        compare_keys(score_, element_ + begin, bit_ + begin, count, open_, words, reached.data());
+        join_first({words, words_for(count)}, reached.data(), kept);
+      });
+    });
   }
 
   Score score_;
   std::size_t element_, bit_, count_;
   MaskWord* words_;
   std::span<SelectChunk> chunks_;
-  std::size_t chunk_size_;
   std::span<std::uint64_t> candidates_;
+  std::span<std::uint32_t> sample_;  // in the same memory: a sample is taken before candidates are collected
   HostPool* pool_;
-  int index_bits_ = 44;                                     // of a candidate; those above hold its key
-  std::uint32_t low_ = 0, width_ = std::uint32_t{1} << 31;  // the range of keys in which the k-th lies
-  std::size_t needed_ = 0;                                  // how many of them are kept
+
+  std::size_t k_ = 0;
+  KeyRange open_{0, key_end};           // where the k-th key is
+  KeyCounts counts_{0, count_};         // of that range
+  double margin_ = 2.5;                 // of the next guess
+  std::atomic<std::size_t> found_ = 0;  // candidates, whether there was room for them or not
+};
+
+/// visit(i, segment) for the segments that a rank selects in; the first tile of each is its i-th.
+template <class F>
+void for_selected_segments(const MaskPlan& plan, int rank, F visit) {
+  for (std::size_t i = plan.first_tile(rank); i < plan.first_dense_tile(rank);) {
+    const Segment& segment = plan.segments()[plan.tiles()[i].segment];
+    visit(i - plan.first_tile(rank), segment);
+    i += (segment.count - 1) / tile_bits + 1;
+  }
+}
+
+/// How a rank's selection lies in its workspace.
+struct HostSelectWorkspace {
+  std::size_t chunks = 0, scratch = 0, bytes = 0;  // after the last thresholds, by tile; offsets, and the whole
+
+  HostSelectWorkspace(const MaskPlan& plan, int rank) {
+    std::size_t largest = 0;
+    for_selected_segments(plan, rank, [&](std::size_t, const Segment& segment) {
+      if (segment.count > small_segment) largest = std::max(largest, segment.count);
+    });
+    const std::size_t tiles = plan.first_dense_tile(rank) - plan.first_tile(rank);
+    chunks = tiles * sizeof(LastThreshold);
+    scratch = chunks + (largest == 0 ? 0 : chunks_for(largest)) * sizeof(SelectChunk);
+    bytes = scratch + candidates_for(largest) * sizeof(std::uint64_t) + (tiles == 0 ? 0 : alignof(std::uint64_t));
+  }
 };
 
 }  // namespace detail
 
-/// Bytes that select_top works in: 0.7 an element of the rank's largest segment, 0.6 from 2^28 elements on; none where
-/// no segment has more than 131,072.
+/// Bytes that select_top works in: 8 for each tile that the rank selects in, which remember the last call, and, where a
+/// segment has more than 131,072 elements, of the largest one 24 for every 65,536 elements and 24 * count^(2/3).
 inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const HostStream&) {
-  std::size_t largest = 0;
-  for (const Segment& segment : plan.segments())
-    if (segment.owner == rank && !segment.dense) largest = std::max(largest, segment.count);
-  if (largest <= detail::small_segment) return 0;
-  return alignof(detail::SelectChunk) + detail::chunks_for(largest) * sizeof(detail::SelectChunk) +
-         detail::candidates_for(largest) * sizeof(std::uint64_t);
+  return detail::HostSelectWorkspace(plan, rank).bytes;
 }
 
 /// Writes the rank's part of a mask: in each of its segments the bits of the k largest score_key(score(element, bit)),
-/// the lower index first where keys are equal. Computes every score twice; three or four times only where more than
-/// 1/14 of a segment agree with the k-th in exponent and three bits of the mantissa.
+/// the lower index first where keys are equal. Computes every score once, and a few again; twice where more keys are
+/// equal to the k-th than there is room for, or where a guess fails: about once in a hundred times. At worst, with
+/// scores made for it, about 50 times.
 template <class Score>
 void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score score, std::span<MaskWord> words,
                 std::span<std::byte> workspace, const HostStream& stream) {
   stream.enqueue([=, &plan, &pool = stream.pool()] {
+    const detail::HostSelectWorkspace layout(plan, rank);
+    void* base = workspace.data();
+    std::size_t size = workspace.size();
+    std::align(alignof(std::uint64_t), 0, base, size);
+    const auto at = [base](std::size_t offset) { return static_cast<std::byte*>(base) + offset; };
     const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
-    const auto segment_of = [&](const Tile& tile) -> const Segment& { return plan.segments()[tile.segment]; };
-    const auto select = [&](const Tile& tile, std::span<detail::SelectChunk> chunks,
-                            std::span<std::uint64_t> candidates, HostPool* threads) {
-      const Segment& segment = segment_of(tile);
-      detail::Selection(score, tile.element, tile.bit, segment.count, words.data() + tile.bit / word_bits, chunks,
-                        candidates, threads)
-          .select(plan.kept(segment, density));
+    const auto select = [&](std::size_t i, const Segment& segment, detail::SelectChunk* chunks, std::byte* scratch,
+                            HostPool* threads) {
+      detail::Selection(score, segment.begin, tiles[i].bit, segment.count, words.data() + tiles[i].bit / word_bits,
+                        {chunks, detail::chunks_for(segment.count)}, scratch, threads)
+          .select(plan.kept(segment, density), reinterpret_cast<detail::LastThreshold*>(at(0))[i]);
     };
 
     constexpr std::size_t run = 32;
-    pool.run(words_for(tiles.size()), [&](std::size_t i) {
-      for (const Tile& tile : tiles.subspan(i * run, std::min(run, tiles.size() - i * run))) {
-        if (tile.element != segment_of(tile).begin || segment_of(tile).count > detail::small_segment) continue;
-        detail::SelectChunk chunk;
-        std::array<std::uint64_t, detail::few_candidates> candidates;
-        select(tile, {&chunk, 1}, candidates, nullptr);
+    pool.run((tiles.size() + run - 1) / run, [&](std::size_t r) {
+      std::array<detail::SelectChunk, detail::small_segment / detail::select_chunk> chunks;
+      alignas(std::uint64_t) std::array<std::byte, detail::small_room * sizeof(std::uint64_t)> scratch;
+      for (std::size_t i = r * run; i < std::min(tiles.size(), (r + 1) * run); ++i) {
+        const Segment& segment = plan.segments()[tiles[i].segment];
+        if (tiles[i].element == segment.begin && segment.count <= detail::small_segment)
+          select(i, segment, chunks.data(), scratch.data(), nullptr);
       }
     });
-
-    for (std::size_t i = 0; i < tiles.size(); i += (segment_of(tiles[i]).count - 1) / tile_bits + 1) {
-      const std::size_t count = segment_of(tiles[i]).count;
-      if (count <= detail::small_segment) continue;
-      void* place = workspace.data();
-      std::size_t room = workspace.size();
-      std::align(alignof(detail::SelectChunk), sizeof(detail::SelectChunk), place, room);
-      auto* const chunks = static_cast<detail::SelectChunk*>(place);
-      std::uninitialized_default_construct_n(chunks, detail::chunks_for(count));
-      auto* const candidates = reinterpret_cast<std::uint64_t*>(chunks + detail::chunks_for(count));
-      select(tiles[i], {chunks, detail::chunks_for(count)}, {candidates, detail::candidates_for(count)}, &pool);
-    }
+    detail::for_selected_segments(plan, rank, [&](std::size_t i, const Segment& segment) {
+      if (segment.count > detail::small_segment)
+        select(i, segment, reinterpret_cast<detail::SelectChunk*>(at(layout.chunks)), at(layout.scratch), &pool);
+    });
 
     const std::size_t begin = plan.part_begin(rank), end = begin + plan.part_words()[static_cast<std::size_t>(rank)];
     const std::size_t used = tiles.empty() ? begin : tiles.back().bit / word_bits + words_for(tiles.back().count);

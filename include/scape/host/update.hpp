@@ -198,12 +198,14 @@ void for_each_kept(MaskView mask, F f, const HostStream& stream) {
 
 /// For every element of a segment where rule.needs_every(segment): rule.every(element, scalars); then for every kept
 /// element: rule.kept(element, position, segment.decay, root, scalars), where root is the square root of
-/// rule.second_moment(element, position, scalars).
+/// rule.second_moment(element, position, scalars). Before each tile rule.shift is set to Tile::own - Tile::element.
 template <class F>
-void update(MaskView mask, F rule, const StepScalars& scalars, const HostStream& stream) {
+void update(MaskView mask, F of_tiles, const StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
     pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
       const Tile& tile = mask.plan.tiles[i];
+      F rule = of_tiles;
+      rule.shift = tile.own - tile.element;
       const Segment& segment = mask.plan.segments[tile.segment];
       const StepScalars now = scalars;
       if (rule.needs_every(segment)) detail::visit_all(tile, now, rule);
