@@ -105,3 +105,74 @@ std::vector<float> decoded_values(std::span<const float> values, std::vector<flo
     lost[i] = std::isfinite(values[i]) ? static_cast<float>(double{values[i]} - double{result[i]}) : 0;
   return result;
 }
+
+struct Reduced {
+  std::vector<float> mean;
+  std::vector<std::vector<float>> errors;  // by rank
+};
+
+// By hand, as the documentation says: the mean of all ranks' codes, in their order, and each one's errors.
+template <class T>
+Reduced averaged(const std::vector<std::vector<float>>& sent) {
+  const std::size_t ranks = sent.size(), count = sent[0].size();
+  Reduced result{std::vector<float>(count, -0.0f), std::vector<std::vector<float>>(ranks)};
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    const std::vector<float> values = decoded_values<T>(sent[rank], result.errors[rank]);
+    for (std::size_t i = 0; i < count; ++i) result.mean[i] = result.mean[i] + values[i];
+  }
+  for (float& value : result.mean) {
+    value /= static_cast<float>(ranks);
+    if (std::isnan(value)) value = std::numeric_limits<float>::quiet_NaN();
+  }
+  return result;
+}
+
+// The same, coded again: what that rounds away is W times the loss of the rank that did it.
+template <class T>
+Reduced reduced(const std::vector<std::vector<float>>& sent) {
+  Reduced result = averaged<T>(sent);
+  const std::size_t ranks = sent.size(), count = sent[0].size();
+  const std::size_t blocks = (count + scape::payload_block - 1) / scape::payload_block;
+  const std::size_t slice = (blocks + ranks - 1) / ranks * scape::payload_block;
+  std::vector<float> lost;
+  result.mean = decoded_values<T>(result.mean, lost);
+  for (std::size_t i = 0; i < count; ++i) {
+    const float scaled = static_cast<float>(ranks) * lost[i];
+    float& error = result.errors[i / slice][i];
+    error = error + scaled;
+  }
+  return result;
+}
+inline Reduced reduced(scape::PayloadFormat format, const std::vector<std::vector<float>>& sent) {
+  if (format == scape::PayloadFormat::bfloat16) return reduced<scape::bfloat16>(sent);
+  return format == scape::PayloadFormat::e5m2 ? reduced<scape::e5m2>(sent) : reduced<scape::e4m3>(sent);
+}
+
+// By hand, of the other collective: parts of equal size, one a rank, each coded by itself.
+template <class T>
+Reduced scattered(const std::vector<std::vector<float>>& sent) {
+  const std::size_t ranks = sent.size(), stride = sent[0].size() / ranks;
+  Reduced result{{}, std::vector<std::vector<float>>(ranks)};
+  for (std::size_t part = 0; part < ranks; ++part) {
+    std::vector<std::vector<float>> parts;
+    for (const std::vector<float>& values : sent) {
+      const auto begin = values.begin() + static_cast<std::ptrdiff_t>(part * stride);
+      parts.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(stride));
+    }
+    const Reduced of_part = averaged<T>(parts);
+    result.mean.insert(result.mean.end(), of_part.mean.begin(), of_part.mean.end());
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+      result.errors[rank].insert(result.errors[rank].end(), of_part.errors[rank].begin(), of_part.errors[rank].end());
+  }
+  return result;
+}
+inline Reduced scattered(scape::PayloadFormat format, const std::vector<std::vector<float>>& sent) {
+  if (format == scape::PayloadFormat::bfloat16) return scattered<scape::bfloat16>(sent);
+  return format == scape::PayloadFormat::e5m2 ? scattered<scape::e5m2>(sent) : scattered<scape::e4m3>(sent);
+}
+
+// Of the code of `count` values, in as many blocks for each rank.
+inline std::size_t code_bytes(scape::PayloadFormat format, std::size_t count, std::size_t ranks) {
+  const std::size_t blocks = (count + 511) / 512, slice = (blocks + ranks - 1) / ranks;
+  return ranks * slice * (format == scape::PayloadFormat::bfloat16 ? 1024 : 516);
+}

@@ -37,9 +37,10 @@ namespace detail {
 
 inline constexpr std::size_t groups_per_block = payload_block / scale_group;
 
-SCAPE_HOST_DEVICE inline bool is_finite(float value) { return (bits_of(value) & 0x7fffffffu) < 0x7f800000u; }
+SCAPE_HOST_DEVICE inline bool is_finite(float value) { return is_nonfinite(value) == 0; }
 SCAPE_HOST_DEVICE inline bool is_nan(float value) { return (bits_of(value) & 0x7fffffffu) > 0x7f800000u; }
 SCAPE_HOST_DEVICE inline float quiet_nan() { return float_of(0x7fc00000u); }
+SCAPE_HOST_DEVICE inline float with_one_nan(float value) { return scape::choose(is_nan(value), quiet_nan(), value); }
 
 // How a group of values is coded as T, e5m2 or e4m3, with the scale 2^(scale - 127): what is finite stays finite, all
 // else becomes NaN. NaNs have one bit pattern, so that every machine's are the same.
@@ -60,8 +61,7 @@ struct PayloadCode {
     return T(scape::choose(is_finite(value), multiply(value, float_of((254 - scale) << 23)), quiet_nan()));
   }
   SCAPE_HOST_DEVICE static float decode(T code, std::uint32_t scale) {
-    const float value = multiply(static_cast<float>(code), float_of(scale << 23));
-    return scape::choose(is_nan(value), quiet_nan(), value);
+    return with_one_nan(multiply(static_cast<float>(code), float_of(scale << 23)));
   }
 };
 
@@ -91,6 +91,14 @@ SCAPE_HOST_DEVICE inline std::uint32_t finite_magnitude(float value) {
 SCAPE_HOST_DEVICE inline float rounding_error(float value, float decoded) {
   return scape::choose(is_finite(value), subtract(value, decoded), 0.0f);
 }
+
+// A payload of so many parts of `stride` values, each coded by itself in `groups` groups.
+struct PayloadParts {
+  std::size_t stride, groups;
+
+  PayloadParts(PayloadFormat format, std::size_t count, std::size_t words, std::size_t parts)
+      : stride(count / parts), groups(words / parts / payload_block_words(format) * groups_per_block) {}
+};
 
 // Where in a payload's code the codes and the scale of a group are, in bytes.
 template <class T>

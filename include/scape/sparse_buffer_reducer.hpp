@@ -43,10 +43,11 @@ struct Scatter {
 /// and a rank sends 2 (W - 1) / W * 4 * mask.kept bytes.
 ///
 /// In the other formats every rank codes its payload, gets its slice of everyone's (all_to_all), decodes them, adds
-/// them up in the order of the ranks in float32, divides, codes the mean, and gathers all slices: the same bits on
-/// every rank, with any communicator. Owns `capacity` floats more, the errors, and the code twice: 2 (bfloat16) or 129
-/// / 128 (e5m2, e4m3) bytes a value, in whole blocks of payload_block values, as many for each rank. Sends 2 (W - 1) /
-/// W times the code.
+/// them up in the order of the ranks in float32, and divides: with any communicator the same bits. `reduce` codes the
+/// means again and gathers all slices, so that all ranks have the same; `reduce_scatter` leaves each its own, in
+/// float32. Owns `capacity` floats more, the errors, and the code twice: 2 (bfloat16) or 129 / 128 (e5m2, e4m3) bytes a
+/// value, in whole blocks of payload_block values, as many for each rank. Sends 2 (W - 1) / W times the code, or half
+/// of that.
 template <Stream S, MemoryResource M>
 class SparseBufferReducer {
  public:
@@ -65,9 +66,9 @@ class SparseBufferReducer {
 
   std::size_t capacity() const noexcept { return payload_.size(); }
   PayloadFormat format() const noexcept { return format_; }
-  std::size_t workspace_bytes() const noexcept {
-    return payload_.bytes() + errors_.bytes() + sent_.bytes() + received_.bytes();
-  }
+  /// Bytes that are kept from one collective to the next: the errors.
+  std::size_t state_bytes() const noexcept { return errors_.bytes(); }
+  std::size_t workspace_bytes() const noexcept { return payload_.bytes() + sent_.bytes() + received_.bytes(); }
 
   /// The mask's part of the payload.
   std::span<float> payload(MaskView mask) const {
@@ -76,10 +77,10 @@ class SparseBufferReducer {
     return payload_.span().first(mask.kept);
   }
 
-  /// What `reduce` has rounded away, by payload position: to be added to what this rank sends later. What all ranks'
+  /// What coding has rounded away, by payload position: to be added to what this rank sends later. What all ranks'
   /// errors and W times the mean add up to is what they all have sent, but for the rounding of that sum. 0 where this
   /// rank has sent no finite number, and nothing is added where the mean is none. Empty for float32. Valid from `wait`
-  /// to the next `reduce`.
+  /// to the next collective, for the mask that was reduced.
   std::span<const float> errors(MaskView mask) const {
     return errors_.span().first(format_ == PayloadFormat::float32 ? 0 : payload(mask).size());
   }
@@ -95,35 +96,28 @@ class SparseBufferReducer {
   }
 
   /// Starts the mean over all ranks of what compute has put into the payload. All formats but float32 need an
-  /// AllToAllCommunicator.
+  /// AllToAllCommunicator of as many ranks as the reducer was made for.
   template <Communicator<S> C>
   void reduce(MaskView mask, C& communicator, const S& compute, const S& side) {
     const std::span<float> values = payload(mask);
-    if (format_ == PayloadFormat::float32) {
-      begin(compute, side);
-      communicator.all_reduce_mean(values, values, side);
-    } else if constexpr (AllToAllCommunicator<C, S>) {
-      expects(count_of(communicator.size()) == ranks_, "communicator.size()", communicator.size(),
-              "must be the reducer's ranks, ", ranks_);
-      begin(compute, side);
-      reduce_codes(values, communicator, side);
-    } else {
-      expects(false, "format", name_of(format_), "needs a communicator with all_to_all");
-    }
+    check_communicator<C>(communicator.size());
+    begin(compute, side);
+    reduce_range(values, errors_of(values), codes_for(values.size()), communicator, side);
     side.record(reduced_);
   }
 
   /// The same to the owners: the mask's positions are padded, rank r's from r * stride on (count_offsets with that
-  /// stride), and `own` (stride long) gets the mean of this rank's; it may be
-  /// their place in the payload. Half the bytes of `reduce`, but for padding.
+  /// stride), and `own` (stride long) gets the mean of this rank's; it may be their place in the payload. Half the
+  /// bytes of `reduce`, but for padding.
   template <Communicator<S> C>
   void reduce_scatter(std::size_t stride, std::span<float> own, C& communicator, const S& compute, const S& side) {
     const std::size_t count = stride * static_cast<std::size_t>(communicator.size());
-    expects(format_ == PayloadFormat::float32, "format", name_of(format_), "reduce_scatter sends float32");
     expects(count <= payload_.size(), "stride", stride, "size() times it must fit the payload's capacity");
     expects(own.size() == stride, "own.size()", own.size(), "must be the stride, ", stride);
+    check_communicator<C>(communicator.size());
     begin(compute, side);
-    communicator.reduce_scatter_mean(payload_.span().first(count), own, side);
+    const std::span<float> values = payload_.span().first(count);
+    reduce_scatter_range(values, errors_of(values), codes_for(count), own, communicator, side);
     side.record(reduced_);
   }
 
@@ -131,6 +125,12 @@ class SparseBufferReducer {
   void wait(const S& compute) const { compute.wait_for(reduced_); }
 
  private:
+  // Memory for the codes of a run of the payload: what this rank sends, and what it gets. Runs may share it, since the
+  // side stream works on one after the other.
+  struct Codes {
+    std::span<MaskWord> sent, received;
+  };
+
   static std::size_t count_of(int ranks) {
     expects(ranks >= 1, "ranks", ranks, "must be at least 1");
     return static_cast<std::size_t>(ranks);
@@ -143,26 +143,60 @@ class SparseBufferReducer {
   }
   std::size_t slice_words(std::size_t count) const { return slice_blocks(count) * payload_block_words(format_); }
 
+  // Also for `ranks` parts of count / ranks values each, which take as many blocks.
+  Codes codes_for(std::size_t count) const {
+    const std::size_t words = sent_.size() == 0 ? 0 : ranks_ * slice_words(count);
+    return {sent_.span().first(words), received_.span().first(words)};
+  }
+
+  // By place in the payload's memory.
+  std::span<float> errors_of(std::span<const float> values) const {
+    if (format_ == PayloadFormat::float32) return {};
+    return errors_.span().subspan(static_cast<std::size_t>(values.data() - payload_.span().data()), values.size());
+  }
+
+  template <class C>
+  void check_communicator(int size) const {
+    if (format_ == PayloadFormat::float32) return;
+    expects(AllToAllCommunicator<C, S>, "format", name_of(format_), "needs a communicator with all_to_all");
+    expects(count_of(size) == ranks_, "communicator.size()", size, "must be the reducer's ranks, ", ranks_);
+  }
+
   void begin(const S& compute, const S& side) {
     compute.record(gathered_);
     side.wait_for(gathered_);
   }
 
-  template <AllToAllCommunicator<S> C>
-  void reduce_codes(std::span<float> values, C& communicator, const S& side) {
-    const std::size_t rank = static_cast<std::size_t>(communicator.rank()), words = slice_words(values.size());
-    const std::size_t slice = slice_blocks(values.size()) * payload_block, from = std::min(values.size(), rank * slice);
-    const std::span<float> errors = errors_.span().first(values.size());
-    const std::span<float> own_errors = errors.subspan(from, std::min(slice, values.size() - from));
-    const std::span<MaskWord> sent = sent_.span().first(ranks_ * words);
-    const std::span<MaskWord> received = received_.span().first(sent.size());
-    const std::span<MaskWord> mean = sent.subspan(rank * words, words);  // nobody reads what was sent any longer
+  // The mean of a run of the payload, in place. All on side, as the next one.
+  template <Communicator<S> C>
+  void reduce_range(std::span<float> values, std::span<float> errors, Codes codes, C& communicator, const S& side) {
+    if (format_ == PayloadFormat::float32) return communicator.all_reduce_mean(values, values, side);
+    if constexpr (AllToAllCommunicator<C, S>) {
+      const std::size_t words = codes.sent.size() / ranks_, rank = static_cast<std::size_t>(communicator.rank());
+      const std::size_t slice = slice_blocks(values.size()) * payload_block;
+      const std::size_t from = std::min(values.size(), rank * slice);
+      const std::span<float> own_errors = errors.subspan(from, std::min(slice, values.size() - from));
+      const std::span<MaskWord> mean =
+          codes.sent.subspan(rank * words, words);  // nobody reads what was sent any longer
 
-    encode_payload(format_, values, sent, errors, side);
-    communicator.all_to_all(sent, received, side);
-    average_payloads(format_, received, ranks_, mean, own_errors, side);
-    communicator.all_gather(mean, sent, side);
-    decode_payload(format_, sent, values, side);
+      encode_payload(format_, values, codes.sent, errors, side);
+      communicator.all_to_all(codes.sent, codes.received, side);
+      average_payloads(format_, codes.received, ranks_, mean, own_errors, side);
+      communicator.all_gather(mean, codes.sent, side);
+      decode_payload(format_, codes.sent, values, side);
+    }
+  }
+
+  // The mean of this rank's part of a run that holds as much for every rank.
+  template <Communicator<S> C>
+  void reduce_scatter_range(std::span<float> values, std::span<float> errors, Codes codes, std::span<float> own,
+                            C& communicator, const S& side) {
+    if (format_ == PayloadFormat::float32) return communicator.reduce_scatter_mean(values, own, side);
+    if constexpr (AllToAllCommunicator<C, S>) {
+      encode_payload(format_, values, ranks_, codes.sent, errors, side);
+      communicator.all_to_all(codes.sent, codes.received, side);
+      average_payloads(format_, codes.received, ranks_, own, side);
+    }
   }
 
   PayloadFormat format_;

@@ -26,8 +26,14 @@ class PayloadQuad {
 
   __device__ explicit PayloadQuad(std::size_t count)
       : begin_(blockIdx.x * payload_block + threadIdx.x * quad), count_(count) {}
+  // In an array of parts, behind whose ends they are 0, too.
+  __device__ explicit PayloadQuad(PayloadParts parts) {
+    const std::size_t blocks = parts.groups / groups_per_block, part = blockIdx.x / blocks;
+    begin_ = part * parts.stride + blockIdx.x % blocks * payload_block + threadIdx.x * quad;
+    count_ = (part + 1) * parts.stride;
+  }
   __device__ void load(const float* from) {
-    if (begin_ + quad <= count_ && takes_quads(from)) {
+    if (begin_ + quad <= count_ && takes_quads(from + begin_)) {
       values = *reinterpret_cast<const Quad<float>*>(from + begin_);
     } else {
       for (unsigned i = 0; i < quad; ++i)
@@ -35,7 +41,7 @@ class PayloadQuad {
     }
   }
   __device__ void store(float* to) const {
-    if (begin_ + quad <= count_ && takes_quads(to)) {
+    if (begin_ + quad <= count_ && takes_quads(to + begin_)) {
       *reinterpret_cast<Quad<float>*>(to + begin_) = values;
     } else {
       for (unsigned i = 0; i < quad; ++i)
@@ -86,8 +92,8 @@ struct CodeQuad {
 
 template <class T>
 __global__ void __launch_bounds__(payload_threads)
-    encode_payload_kernel(const float* payload, std::size_t count, MaskWord* codes, float* errors) {
-  PayloadQuad values(count);
+    encode_payload_kernel(const float* payload, PayloadParts parts, MaskWord* codes, float* errors) {
+  PayloadQuad values(parts);
   CodeQuad<T> coded;
   values.load(payload);
   coded.encode(values);
@@ -95,11 +101,9 @@ __global__ void __launch_bounds__(payload_threads)
   values.store(errors);
 }
 
+// Leaves the mean of all ranks' codes in `sum`.
 template <class T>
-__global__ void __launch_bounds__(payload_threads)
-    average_payloads_kernel(const MaskWord* parts, std::size_t ranks, std::size_t stride, MaskWord* mean, float* errors,
-                            std::size_t count) {
-  PayloadQuad sum(count), error(count);
+__device__ void average_codes(const MaskWord* parts, std::size_t ranks, std::size_t stride, PayloadQuad& sum) {
   CodeQuad<T> coded;
   coded.load(parts);
   for (unsigned i = 0; i < quad; ++i) sum.values.values[i] = coded.decode(i);
@@ -109,6 +113,26 @@ __global__ void __launch_bounds__(payload_threads)
   }
   const float divisor = static_cast<float>(ranks);
   for (float& value : sum.values.values) value = divide(value, divisor);
+}
+
+template <class T>
+__global__ void __launch_bounds__(payload_threads)
+    average_payloads_kernel(const MaskWord* parts, std::size_t ranks, std::size_t stride, float* mean,
+                            std::size_t count) {
+  PayloadQuad sum(count);
+  average_codes<T>(parts, ranks, stride, sum);
+  for (float& value : sum.values.values) value = with_one_nan(value);
+  sum.store(mean);
+}
+
+template <class T>
+__global__ void __launch_bounds__(payload_threads)
+    average_and_encode_kernel(const MaskWord* parts, std::size_t ranks, std::size_t stride, MaskWord* mean,
+                              float* errors, std::size_t count) {
+  PayloadQuad sum(count), error(count);
+  CodeQuad<T> coded;
+  average_codes<T>(parts, ranks, stride, sum);
+  const float divisor = static_cast<float>(ranks);
   coded.encode(sum);
   coded.store(mean);
   error.load(errors);
@@ -132,20 +156,34 @@ __global__ void __launch_bounds__(payload_threads)
 // The same functions as in host/payload.hpp, with the same results to the bit. Codes begin at multiples of 8 bytes
 // where the format is bfloat16.
 
-inline void encode_payload(PayloadFormat format, std::span<const float> payload, std::span<MaskWord> codes,
-                           std::span<float> errors, const CudaStream& stream) {
+inline void encode_payload(PayloadFormat format, std::span<const float> payload, std::size_t parts,
+                           std::span<MaskWord> codes, std::span<float> errors, const CudaStream& stream) {
+  const detail::PayloadParts split(format, payload.size(), codes.size(), parts);
   detail::with_code_of(format, [&]<class T>(std::type_identity<T>) {
     detail::launch(detail::encode_payload_kernel<T>, codes.size() / payload_block_words(format),
-                   detail::payload_threads, stream, payload.data(), payload.size(), codes.data(), errors.data());
+                   detail::payload_threads, stream, payload.data(), split, codes.data(), errors.data());
   });
+}
+inline void encode_payload(PayloadFormat format, std::span<const float> payload, std::span<MaskWord> codes,
+                           std::span<float> errors, const CudaStream& stream) {
+  encode_payload(format, payload, 1, codes, errors, stream);
 }
 
 inline void average_payloads(PayloadFormat format, std::span<const MaskWord> parts, std::size_t ranks,
                              std::span<MaskWord> mean, std::span<float> errors, const CudaStream& stream) {
   detail::with_code_of(format, [&]<class T>(std::type_identity<T>) {
-    detail::launch(detail::average_payloads_kernel<T>, mean.size() / payload_block_words(format),
+    detail::launch(detail::average_and_encode_kernel<T>, mean.size() / payload_block_words(format),
                    detail::payload_threads, stream, parts.data(), ranks, parts.size() / ranks, mean.data(),
                    errors.data(), errors.size());
+  });
+}
+
+inline void average_payloads(PayloadFormat format, std::span<const MaskWord> parts, std::size_t ranks,
+                             std::span<float> mean, const CudaStream& stream) {
+  detail::with_code_of(format, [&]<class T>(std::type_identity<T>) {
+    detail::launch(detail::average_payloads_kernel<T>, parts.size() / ranks / payload_block_words(format),
+                   detail::payload_threads, stream, parts.data(), ranks, parts.size() / ranks, mean.data(),
+                   mean.size());
   });
 }
 

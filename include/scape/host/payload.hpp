@@ -23,6 +23,9 @@ struct GroupValues {
 
   GroupValues(std::size_t group, std::size_t size)
       : begin(group * scale_group), count(std::min(scale_group, size - std::min(size, begin))) {}
+  GroupValues(PayloadParts parts, std::size_t group) : GroupValues(group % parts.groups, parts.stride) {
+    begin += group / parts.groups * parts.stride;
+  }
   void load(std::span<const float> from) {
     if (count != 0) std::memcpy(values, from.data() + begin, count * sizeof(float));
   }
@@ -61,9 +64,9 @@ struct GroupCodes {
 };
 
 template <class T>
-SCAPE_HOST_LOOP void encode_group(std::span<const float> payload, MaskWord* codes, std::span<float> errors,
-                                  std::size_t group) {
-  GroupValues values(group, payload.size());
+SCAPE_HOST_LOOP void encode_group(std::span<const float> payload, PayloadParts parts, MaskWord* codes,
+                                  std::span<float> errors, std::size_t group) {
+  GroupValues values(parts, group);
   GroupCodes<T> coded;
   values.load(payload);
   coded.encode(values.values);
@@ -71,20 +74,37 @@ SCAPE_HOST_LOOP void encode_group(std::span<const float> payload, MaskWord* code
   values.store(errors);
 }
 
+// Leaves the mean of all ranks' codes of a group in `sum`.
+template <class T>
+void average_codes(std::span<const MaskWord> parts, std::size_t ranks, std::size_t group, float* sum) {
+  const std::size_t stride = parts.size() / ranks;
+  const float divisor = static_cast<float>(ranks);
+  GroupCodes<T> coded;
+  coded.load(parts.data(), group);
+  for (std::size_t i = 0; i < scale_group; ++i) sum[i] = coded.decode(i);
+  for (std::size_t rank = 1; rank < ranks; ++rank) {
+    coded.load(parts.data() + rank * stride, group);
+    for (std::size_t i = 0; i < scale_group; ++i) sum[i] = add(sum[i], coded.decode(i));
+  }
+  for (std::size_t i = 0; i < scale_group; ++i) sum[i] = divide(sum[i], divisor);
+}
+
+template <class T>
+SCAPE_HOST_LOOP void average_group(std::span<const MaskWord> parts, std::size_t ranks, std::span<float> mean,
+                                   std::size_t group) {
+  GroupValues sum(group, mean.size());
+  average_codes<T>(parts, ranks, group, sum.values);
+  for (float& value : sum.values) value = with_one_nan(value);
+  sum.store(mean);
+}
+
 template <class T>
 SCAPE_HOST_LOOP void average_group(std::span<const MaskWord> parts, std::size_t ranks, MaskWord* mean,
                                    std::span<float> errors, std::size_t group) {
-  const std::size_t stride = parts.size() / ranks;
   const float divisor = static_cast<float>(ranks);
   GroupValues sum(group, errors.size()), error(group, errors.size());
   GroupCodes<T> coded;
-  coded.load(parts.data(), group);
-  for (std::size_t i = 0; i < scale_group; ++i) sum.values[i] = coded.decode(i);
-  for (std::size_t rank = 1; rank < ranks; ++rank) {
-    coded.load(parts.data() + rank * stride, group);
-    for (std::size_t i = 0; i < scale_group; ++i) sum.values[i] = add(sum.values[i], coded.decode(i));
-  }
-  for (std::size_t i = 0; i < scale_group; ++i) sum.values[i] = divide(sum.values[i], divisor);
+  average_codes<T>(parts, ranks, group, sum.values);
   coded.encode(sum.values);
   coded.store(mean, group);
   error.load(errors);
@@ -116,14 +136,20 @@ void for_each_group(PayloadFormat format, std::size_t words, HostPool& pool, F f
 }  // namespace detail
 
 /// codes = the payload in that format, which is not float32, in whole blocks: codes may hold more than the payload, and
-/// then holds zeros. errors, as long as the payload: what was rounded away, exactly; 0 for a NaN or an infinity.
-inline void encode_payload(PayloadFormat format, std::span<const float> payload, std::span<MaskWord> codes,
-                           std::span<float> errors, const HostStream& stream) {
+/// then holds zeros. errors, as long as the payload: what was rounded away, exactly; 0 for a NaN or an infinity. With
+/// `parts` above 1 payload and codes hold as many parts of equal size, each in blocks of its own.
+inline void encode_payload(PayloadFormat format, std::span<const float> payload, std::size_t parts,
+                           std::span<MaskWord> codes, std::span<float> errors, const HostStream& stream) {
+  const detail::PayloadParts split(format, payload.size(), codes.size(), parts);
   stream.enqueue([=, &pool = stream.pool()] {
     detail::for_each_group(format, codes.size(), pool, [&]<class T>(std::type_identity<T>, std::size_t group) {
-      detail::encode_group<T>(payload, codes.data(), errors, group);
+      detail::encode_group<T>(payload, split, codes.data(), errors, group);
     });
   });
+}
+inline void encode_payload(PayloadFormat format, std::span<const float> payload, std::span<MaskWord> codes,
+                           std::span<float> errors, const HostStream& stream) {
+  encode_payload(format, payload, 1, codes, errors, stream);
 }
 
 /// mean = the code of the mean of all ranks' codes, which lie in parts, by rank: decoded and added in the order of the
@@ -134,6 +160,16 @@ inline void average_payloads(PayloadFormat format, std::span<const MaskWord> par
   stream.enqueue([=, &pool = stream.pool()] {
     detail::for_each_group(format, mean.size(), pool, [&]<class T>(std::type_identity<T>, std::size_t group) {
       detail::average_group<T>(parts, ranks, mean.data(), errors, group);
+    });
+  });
+}
+
+/// mean = the same mean, as float32 and not coded again; it may end before its code would. Every NaN is the same.
+inline void average_payloads(PayloadFormat format, std::span<const MaskWord> parts, std::size_t ranks,
+                             std::span<float> mean, const HostStream& stream) {
+  stream.enqueue([=, &pool = stream.pool()] {
+    detail::for_each_group(format, parts.size() / ranks, pool, [&]<class T>(std::type_identity<T>, std::size_t group) {
+      detail::average_group<T>(parts, ranks, mean, group);
     });
   });
 }
