@@ -340,7 +340,7 @@ void add_rule(Bench<B>& bench) {
       const auto payload = bench.template array<float>(mask.view.kept);
       const scape::ResidualStore store(bench.elements, bench.backend.memory, stream);
       bench.time(accumulate_bytes<Rule>(density), [&] {
-        store.accumulate(std::span<const float>(gradient.span()), before.view, mask.view, payload.span(),
+        store.accumulate(std::span<const float>(gradient.span()), before.view, {}, mask.view, payload.span(),
                          rule.set_aside(), rule.accumulation(), now.span()[0], stream);
       });
     });

@@ -143,13 +143,13 @@ class AdamS {
         compute_(compute),
         side_(side),
         options_((options.check(), options)),
-        plan_(fitting(layout, communicator), options.exact_mask_parts, H::sharded),
+        plan_(fitting(layout, communicator, options), options.exact_mask_parts, H::sharded),
         tables_(plan_, memory, compute),
         scalars_(1, memory),
         masks_(plan_, tables_.view(), communicator.rank(), mask_options(), memory, compute),
         masker_(plan_, tables_.view(), communicator.rank()),
         store_(plan_.size(), memory, compute),
-        reducer_(payload_capacity(), memory),
+        reducer_(payload_capacity(), options.payload, communicator.size(), memory),
         rule_(rule, options, plan_.own_elements(communicator.rank()), reducer_.capacity(), memory, compute),
         masters_(plan_, tables_.view(), communicator.rank(), reducer_.capacity(), memory),
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
@@ -280,30 +280,35 @@ class AdamS {
   const MaskPlan& plan() const noexcept { return plan_; }
   const AdamSOptions& options() const noexcept { return options_; }
 
-  /// The mask of the last step. Like the next two, for work of the compute stream, until the next step.
+  /// The mask of the last step. Like the next three, for work of the compute stream, until the next step.
   MaskView mask() const noexcept { return masks_.current(); }
   /// The ResidualStore's array; rule `scape`: the first moment on the mask, the residual off it.
   std::span<const float> store() const noexcept { return store_.values(); }
+  /// What coding the last step's payload has rounded away, by payload position: the next step adds it to the gradient.
+  /// Empty where payloads are float32.
+  std::span<const float> errors() const { return reducer_.errors(masks_.current()); }
   /// What the rule keeps besides.
   const auto& rule_state() const noexcept { return rule_; }
 
   /// Bytes that are kept from step to step.
   std::size_t state_bytes() const noexcept {
-    return store_.values().size_bytes() + masks_.state_bytes() + rule_.state_bytes() + masters_.state_bytes() +
-           tables_.bytes() + scalars_.bytes();
+    return store_.values().size_bytes() + masks_.state_bytes() + reducer_.state_bytes() + rule_.state_bytes() +
+           masters_.state_bytes() + tables_.bytes() + scalars_.bytes();
   }
   /// Bytes of scratch. The payload's share follows the largest density, so a density warm-up costs 4 bytes a parameter
   /// here, 8 with rule `scape`.
   std::size_t workspace_bytes() const noexcept {
-    return masks_.workspace_bytes() + reducer_.capacity() * sizeof(float) + rule_.workspace_bytes() +
+    return masks_.workspace_bytes() + reducer_.workspace_bytes() + rule_.workspace_bytes() +
            masters_.workspace_bytes() + sent_.bytes() + sums_.bytes() + select_workspace_.bytes() + partials_.bytes();
   }
 
  private:
   template <ShardedLayout L>
-  static const L& fitting(const L& layout, const C& communicator) {
+  static const L& fitting(const L& layout, const C& communicator, const AdamSOptions& options) {
     expects(layout.ranks() == communicator.size(), "layout.ranks()", layout.ranks(),
             "must be the communicator's size, ", communicator.size());
+    expects(options.payload == PayloadFormat::float32 || AllToAllCommunicator<C, S>, "options.payload",
+            name_of(options.payload), "needs a communicator with all_to_all");
     return layout;
   }
 
@@ -422,8 +427,8 @@ class AdamS {
     if (at_mask_)
       store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
     else
-      store_.accumulate(gradients, masks_.previous(), mask, payload, rule_.set_aside(), rule_.accumulation(), scalars(),
-                        compute);
+      store_.accumulate(gradients, masks_.previous(), reducer_.errors(masks_.previous()), mask, payload,
+                        rule_.set_aside(), rule_.accumulation(), scalars(), compute);
     at_mask_ = true;
   }
 
