@@ -298,6 +298,39 @@ void add_kept(Bench<B>& bench) {
   });
 }
 
+// Every value kept: what it costs to send them as codes. The mean is of four ranks' codes, for as many values.
+template <class B>
+void add_payload(Bench<B>& bench) {
+  using scape::PayloadFormat;
+  const auto& stream = bench.backend.stream;
+  for (const PayloadFormat format : {PayloadFormat::bfloat16, PayloadFormat::e5m2, PayloadFormat::e4m3}) {
+    constexpr std::size_t ranks = 4;
+    const std::size_t words =
+        (bench.elements + scape::payload_block - 1) / scape::payload_block * payload_block_words(format);
+    const double code = static_cast<double>(words) * 4 / static_cast<double>(bench.elements);
+    const std::string name = scape::name_of(format);
+    bench.add("payload/encode/" + name, -1, [=, &bench, &stream] {
+      const auto values = noise(bench, bench.elements), errors = filled<float>(bench, bench.elements);
+      const auto codes = bench.template array<MaskWord>(words);
+      bench.time(8 + code, [&] { scape::encode_payload(format, values.span(), codes.span(), errors.span(), stream); });
+    });
+    bench.add("payload/average/" + name, -1, [=, &bench, &stream] {
+      const auto values = noise(bench, bench.elements), errors = filled<float>(bench, bench.elements);
+      const auto parts = bench.template array<MaskWord>(ranks * words), mean = bench.template array<MaskWord>(words);
+      for (std::size_t rank = 0; rank < ranks; ++rank)
+        scape::encode_payload(format, values.span(), parts.span().subspan(rank * words, words), errors.span(), stream);
+      bench.time(8 + (ranks + 1) * code,
+                 [&] { scape::average_payloads(format, parts.span(), ranks, mean.span(), errors.span(), stream); });
+    });
+    bench.add("payload/decode/" + name, -1, [=, &bench, &stream] {
+      const auto values = noise(bench, bench.elements), errors = filled<float>(bench, bench.elements);
+      const auto codes = bench.template array<MaskWord>(words);
+      scape::encode_payload(format, values.span(), codes.span(), errors.span(), stream);
+      bench.time(4 + code, [&] { scape::decode_payload(format, codes.span(), values.span(), stream); });
+    });
+  }
+}
+
 template <class Rule>
 constexpr bool is_clock = std::is_same_v<Rule, scape::ClockRule>;
 template <class Rule>
@@ -330,20 +363,22 @@ template <class Rule, class B>
 void add_rule(Bench<B>& bench) {
   using State = typename Rule::template State<typename B::Memory>;
   const auto& stream = bench.backend.stream;
-  for (const double density : {0.001, 0.01, 0.1, 1.0})
-    bench.add("accumulate/" + name_of<Rule>(), density, [=, &bench, &stream] {
-      Space<B> space(bench);
-      const Mask<B> before(space, density, 1), mask(space, density, 2);
-      const State rule(Rule{}, {}, bench.elements, mask.view.kept, bench.backend.memory, stream);
-      const auto gradient = noise(bench, bench.elements);
-      const auto now = scalars(bench);
-      const auto payload = bench.template array<float>(mask.view.kept);
-      const scape::ResidualStore store(bench.elements, bench.backend.memory, stream);
-      bench.time(accumulate_bytes<Rule>(density), [&] {
-        store.accumulate(std::span<const float>(gradient.span()), before.view, mask.view, payload.span(),
-                         rule.set_aside(), rule.accumulation(), now.span()[0], stream);
+  for (const bool has_errors : {false, true})
+    for (const double density : {0.001, 0.01, 0.1, 1.0})
+      bench.add("accumulate/" + name_of<Rule>() + (has_errors ? "/errors" : ""), density, [=, &bench, &stream] {
+        Space<B> space(bench);
+        const Mask<B> before(space, density, 1), mask(space, density, 2);
+        const auto errors = filled<float>(bench, has_errors ? before.view.kept : 0);
+        const State rule(Rule{}, {}, bench.elements, mask.view.kept, bench.backend.memory, stream);
+        const auto gradient = noise(bench, bench.elements);
+        const auto now = scalars(bench);
+        const auto payload = bench.template array<float>(mask.view.kept);
+        const scape::ResidualStore store(bench.elements, bench.backend.memory, stream);
+        bench.time(accumulate_bytes<Rule>(density) + (has_errors ? 4 * density : 0), [&] {
+          store.accumulate(std::span<const float>(gradient.span()), before.view, errors.span(), mask.view,
+                           payload.span(), rule.set_aside(), rule.accumulation(), now.span()[0], stream);
+        });
       });
-    });
   for (const float decay : {0.0f, 0.1f})
     for (const double density : {0.001, 0.01, 0.1, 1.0})
       bench.add("update/" + name_of<Rule>() + (decay > 0 ? "/decay" : ""), density, [=, &bench, &stream] {
@@ -412,6 +447,7 @@ void add_benchmarks(Bench<B>& bench) {
   add_select(bench);
   add_bits(bench);
   add_kept(bench);
+  add_payload(bench);
   add_step<scape::ScapeRule>(bench);
   add_step<scape::ClockRule>(bench);
 }

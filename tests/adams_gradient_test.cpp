@@ -71,7 +71,9 @@ std::vector<AdamSOptions> some_options() {
           {.density = 0.1},
           {.weight_decay = 0.1f, .density = 0.1, .density_warmup = 4},
           {.density = 0.05, .delay = 2},
-          {.density = 0.1, .delay = 3, .refresh = 2}};
+          {.density = 0.1, .delay = 3, .refresh = 2},
+          {.density = 0.1, .payload = scape::PayloadFormat::bfloat16},
+          {.density = 0.05, .density_warmup = 4, .payload = scape::PayloadFormat::e4m3}};
 }
 
 const OwnLayout layout({{0, 100, 0}, {100, 33, 1, true}, {133, 4097, 1}, {4230, 70, 0, false, false}}, 2);

@@ -133,7 +133,8 @@ TEST_CASE_TEMPLATE("overlap: bucket by bucket in any order is a whole step, to t
     const AdamSOptions all[] = {{.density = 0.1},
                                 {.clip_norm = clips ? 1.0f : 0.0f, .density = 0.05, .density_warmup = 3},
                                 {.weight_decay = 0.1f, .density = 0.1, .delay = 2, .refresh = 2},
-                                {.density = 1}};
+                                {.density = 1},
+                                {.density = 0.1, .density_warmup = 3, .payload = scape::PayloadFormat::e5m2}};
     for (const int ranks : {1, 2, 5})
       for (const AdamSOptions& options : all) {
         if (few && ranks != 2 + (options.delay > 1)) continue;
@@ -143,7 +144,8 @@ TEST_CASE_TEMPLATE("overlap: bucket by bucket in any order is a whole step, to t
         const History history = train_in_buckets<Rank>(problem, rule), expected = train<Rank>(problem, rule);
         CHECK(same(history, expected));
         check_same_reports(history, expected);
-        if (options.clip_norm != 0) continue;  // a norm's rounding follows the order of the payload
+        if (options.clip_norm != 0) continue;  // a norm's rounding follows the order of the payload, and so do blocks
+        if (options.payload != scape::PayloadFormat::float32) continue;
         Problem whole = problem;
         whole.layout = in_one_bucket(problem.layout);
         CHECK(same(history, train<Rank>(whole, rule)));

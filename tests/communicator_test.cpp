@@ -271,6 +271,32 @@ TEST_CASE("many small collectives in a row, host ahead of the streams") {
   });
 }
 
+TEST_CASE("all_to_all: part r of every rank's, by rank; the documented bytes") {
+  for (const int world : worlds)
+    for (const std::size_t size : sizes) {
+      const std::size_t ranks = static_cast<std::size_t>(world);
+      CAPTURE(world);
+      CAPTURE(size);
+      run_ranks(world, [&](auto& rank) {
+        const std::size_t me = static_cast<std::size_t>(rank.rank());
+        const Words sent = words_of(me, size * ranks);
+        Words expected;
+        for (std::size_t other = 0; other < ranks; ++other) {
+          const Words words = words_of(other, size * ranks);
+          const auto begin = words.begin() + static_cast<std::ptrdiff_t>(me * size);
+          expected.insert(expected.end(), begin, begin + static_cast<std::ptrdiff_t>(size));
+        }
+        const auto in = rank.backend.array(sent);
+        const auto out = rank.backend.array(Words(size * ranks, 7));
+        rank.communicator.all_to_all(in.span(), out.span(), rank.side);
+        rank.side.synchronize();
+        CHECK(rank.backend.read(out) == expected);
+        CHECK(rank.backend.read(in) == sent);
+        CHECK(rank.communicator.bytes_sent() == (ranks - 1) * size * 4);
+      });
+    }
+}
+
 #if !defined(SCAPE_TESTS_OVER_MPI)  // threads' own
 
 namespace {
@@ -657,6 +683,34 @@ TEST_CASE("a rank whose own threads fail in a collective does not leave the othe
   });
   first.join();
   second.join();
+}
+
+TEST_CASE("all_to_all of wrong sizes is refused") {
+  const ThreadGroup group(2);
+  ThreadRank rank(group, 0, 1);
+  Arrays arrays;
+  const std::span all(arrays.all);
+  CHECK(message_of([&] {
+          rank.communicator.all_to_all(arrays.words(5), all.first(5), rank.side);
+        }).starts_with("in.size() is 5: must be a multiple of size(), 2"));
+  CHECK(message_of([&] {
+          rank.communicator.all_to_all(arrays.words(6), all.first(4), rank.side);
+        }).starts_with("out.size() is 4: must be in.size(), 6"));
+  CHECK(rank.communicator.bytes_sent() == 0);
+}
+
+TEST_CASE("all_to_all of another size is an error that names the rank") {
+  const ThreadGroup group(3);
+  std::vector<std::unique_ptr<Arrays>> arrays;
+  for (int rank = 0; rank < 3; ++rank) arrays.push_back(std::make_unique<Arrays>());
+  check_all_contain(errors_of(group,
+                              [&](ThreadRank& rank) {
+                                Arrays& mine = *arrays[static_cast<std::size_t>(rank.rank())];
+                                const std::size_t count = rank.rank() == 1 ? 12 : 9;
+                                rank.communicator.all_to_all(mine.words(count), std::span(mine.all).first(count),
+                                                             rank.side);
+                              }),
+                    "rank 1 calls all_to_all of 12 MaskWord");
 }
 
 #endif

@@ -349,8 +349,8 @@ std::vector<Floats> accumulated(B& backend, const MaskPlan& plan, const Rule& ru
   StepScalars scalars;
   scalars.gradient_scale = 0.7f;
   const auto now = backend.array(std::vector<StepScalars>{scalars});
-  accumulate_gradient(std::span<const G>(gradient.span()).subspan(shift), state.span(), before.view().words,
-                      mask.view(), payload.span(), moments.span(), rule, *now.span().data(), backend.stream);
+  accumulate_gradient(std::span<const G>(gradient.span()).subspan(shift), state.span(), before.view(), {}, mask.view(),
+                      payload.span(), moments.span(), rule, *now.span().data(), backend.stream);
   return {backend.read(state), backend.read(payload), backend.read(moments)};
 }
 
@@ -539,10 +539,9 @@ std::vector<Floats> far_results(B& backend, const MaskPlan& plan, Words& mask_wo
   scalars.decay = 0.9f;
   const auto now = backend.array(std::vector<StepScalars>{scalars});
   const std::span<float> whole = from(state.span(), far, plan.size());
-  accumulate_gradient(std::span<const float>(from(gradient.span(), far, plan.size())), whole,
-                      std::span<const MaskWord>(mask), view, from(payload.span(), stride, stride + kept),
-                      from(moments.span(), stride, stride + kept), scape::ScapeRule::Accumulation{9.0f},
-                      *now.span().data(), backend.stream);
+  accumulate_gradient(std::span<const float>(from(gradient.span(), far, plan.size())), whole, view, {}, view,
+                      from(payload.span(), stride, stride + kept), from(moments.span(), stride, stride + kept),
+                      scape::ScapeRule::Accumulation{9.0f}, *now.span().data(), backend.stream);
   update(view,
          scape::ScapeRule::Update{beginning(parameters.span(), far), whole.data(), beginning(payload.span(), stride),
                                   beginning(moments.span(), stride), 0.9f, 0.1f, 0.95f, 0.05f, 1e-8f, true},

@@ -78,6 +78,19 @@ class Rank {
   void enqueue_all_gather(std::size_t count, bool in_place) { enqueue_gather(Counts(world(), count), in_place, true); }
   void enqueue_uneven(const Counts& counts, bool in_place) { enqueue_gather(counts, in_place, false); }
 
+  void enqueue_all_to_all(std::size_t count) {
+    own_.push_back(backend.array(words_of(me_, count * world())));
+    all_.push_back(backend.array(Words(count * world(), 0xdeadbeef)));
+    const std::span<const MaskWord> in = own_.back().span();
+    const std::span<MaskWord> out = all_.back().span();
+    call([=, this] { communicator.all_to_all(in, out, backend.stream); });
+    Words expected;
+    for (std::size_t rank = 0; rank < world(); ++rank)
+      for (std::size_t i = 0; i < count; ++i) expected.push_back(word_of(rank, me_ * count + i));
+    expect(out, expected);
+    bytes_ += (world() - 1) * count * 4;
+  }
+
   void run_calls() {
     for (const auto& call : calls_) call();
   }
@@ -128,13 +141,17 @@ class Rank {
       else
         communicator.all_gather_uneven(part, all, counts, backend.stream);
     });
+    expect(all, expected);
+    bytes_ += (world() - 1) * own.size() * 4;
+  }
+
+  void expect(std::span<const MaskWord> words, const Words& expected) {
     checks_.push_back([=, this] {
-      Words found(all.size());
-      scape::copy_values(std::span<const MaskWord>(all), std::span(found), backend.stream);
+      Words found(words.size());
+      scape::copy_values(words, std::span(found), backend.stream);
       backend.stream.synchronize();
       CHECK(found == expected);
     });
-    bytes_ += (world() - 1) * own.size() * 4;
   }
 
   void expect(std::span<const float> values, const Floats& expected) {
@@ -160,6 +177,7 @@ void enqueue_all(Rank& rank) {
       rank.enqueue_all_reduce(count, in_place);
       rank.enqueue_reduce_scatter(count, in_place);
       rank.enqueue_all_gather(count, in_place);
+      rank.enqueue_all_to_all(count);
     }
     for (Counts counts : {Counts{3, 0, 700, 1}, Counts{0, 5, 0, 0}, Counts{0, 0, 0, 0}, Counts{0, 0, 2, 2}}) {
       counts.resize(rank.world());
@@ -248,6 +266,10 @@ TEST_CASE("nccl: wrong sizes are named with their value, and nothing is sent") {
     names("all.size() is 8: must be the sum of counts, 9", [&] {
       communicator.all_gather_uneven(masks.first(4 + me), masks.first(8), Counts{4, 5}, rank.compute);
     });
+    names("in.size() is 7: must be a multiple of size(), 2",
+          [&] { communicator.all_to_all(masks.first(7), masks.subspan(7, 7), rank.compute); });
+    names("out.size() is 4: must be in.size(), 6",
+          [&] { communicator.all_to_all(masks.first(6), masks.subspan(6, 4), rank.compute); });
     CHECK(communicator.bytes_sent() == 0);
     communicator.all_reduce_mean(floats, floats, rank.compute);  // and nothing has gone out of step
     rank.compute.synchronize();

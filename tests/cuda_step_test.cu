@@ -49,6 +49,7 @@ AdamSOptions any_options(std::mt19937& random) {
           .delay = static_cast<int>(random() % 4),
           .refresh = std::array<std::size_t, 4>{1, 1, 2, 3}[random() % 4],
           .mask_coding = static_cast<scape::MaskCoding>(random() % 3),
+          .payload = static_cast<scape::PayloadFormat>(random() % 4),
           .exact_mask_parts = random() % 2 == 0};
 }
 
@@ -77,6 +78,7 @@ std::string difference(const History& found, const History& expected) {
       if (a.mask != b.mask) return at("mask");
       if (!same_bits(a.parameters, b.parameters)) return at("parameters");
       if (!same_bits(a.store, b.store)) return at("store");
+      if (!same_bits(a.errors, b.errors)) return at("errors");
       if (!same_bits(a.moments, b.moments)) return at("moments");
       if (a.elapsed != b.elapsed) return at("clocks");
       if (a.bytes_sent != b.bytes_sent) return at("bytes");
@@ -190,7 +192,7 @@ std::string replay_difference(NcclRank& rank, const OwnLayout& layout, const Ada
   const auto same = [&] {  // but for what is reckoned from steps(), which counts no replays
     const State a = eager.state(), b = replayed.state();
     return same_bits(a.parameters, b.parameters) && same_bits(a.moments, b.moments) && same_bits(a.store, b.store) &&
-           a.mask == b.mask && last(eager) == last(replayed);
+           same_bits(a.errors, b.errors) && a.mask == b.mask && last(eager) == last(replayed);
   };
 
   for (std::size_t i = 0; i < before; ++i) step(eager, i);
@@ -234,19 +236,26 @@ TEST_CASE("cuda: captured steps, replayed, are steps made one by one, and none a
         CAPTURE(ranks);
         CAPTURE(density);
         CAPTURE(delay);
-        const AdamSOptions options{
-            .learning_rate = 0.01f, .weight_decay = 0.1f, .clip_norm = 1, .density = density, .delay = delay};
-        const OwnLayout layout(scape::BucketLayout({{9001}, {17, true, false}, {5003}}, ranks));
-        const auto check = [&](const auto& rule) {
-          std::vector<std::string> found(static_cast<std::size_t>(ranks), "nothing ran");
-          run<NcclRank>(ranks, [&](NcclRank& rank) {
-            found[static_cast<std::size_t>(rank.rank())] = replay_difference(rank, layout, options, rule);
-          });
-          for (const std::string& text : found) CHECK(text == "");
-        };
-        check(ScapeRule{});
-        check(ScapeRule{.bias_correction = BiasCorrection::adams, .score = MaskScore::updated});
-        check(ClockRule{});
+        for (const scape::PayloadFormat payload : {scape::PayloadFormat::float32, scape::PayloadFormat::e4m3}) {
+          CAPTURE(static_cast<int>(payload));
+          const AdamSOptions options{.learning_rate = 0.01f,
+                                     .weight_decay = 0.1f,
+                                     .clip_norm = 1,
+                                     .density = density,
+                                     .delay = delay,
+                                     .payload = payload};
+          const OwnLayout layout(scape::BucketLayout({{9001}, {17, true, false}, {5003}}, ranks));
+          const auto check = [&](const auto& rule) {
+            std::vector<std::string> found(static_cast<std::size_t>(ranks), "nothing ran");
+            run<NcclRank>(ranks, [&](NcclRank& rank) {
+              found[static_cast<std::size_t>(rank.rank())] = replay_difference(rank, layout, options, rule);
+            });
+            for (const std::string& text : found) CHECK(text == "");
+          };
+          check(ScapeRule{});
+          check(ScapeRule{.bias_correction = BiasCorrection::adams, .score = MaskScore::updated});
+          check(ClockRule{});
+        }
       }
 }
 

@@ -379,7 +379,7 @@ Problem random_problem(const L& layout, const scape::AdamSOptions& options, std:
 /// What a rank has after a step, in the host's memory. The moments are the rule's: of rule `scape` the store's kept
 /// part.
 struct State {
-  Floats parameters, store, moments, residual;
+  Floats parameters, store, moments, residual, errors;
   Mask mask;
   std::vector<std::size_t> elapsed;  // of rule `clock`: n
   scape::StepReport report;
@@ -414,6 +414,7 @@ class Session {
     State state;
     state.parameters = read(std::span<const float>(parameters_.span()));
     state.store = read(optimizer.store());
+    state.errors = read(optimizer.errors());
     state.mask.resize(state.store.size());
     const std::vector<scape::MaskWord> words = read(optimizer.mask().words);
     for (const scape::Tile& tile : optimizer.plan().tiles())
@@ -493,7 +494,9 @@ inline bool same(const History& a, const History& b) {
   if (a.size() != b.size()) return false;
   for (std::size_t step = 0; step < a.size(); ++step)
     for (std::size_t rank = 0; rank < a[step].size(); ++rank)
-      if (!agree(a[step][rank], b[step][rank]) || !same_bits(a[step][rank].store, b[step][rank].store)) return false;
+      if (!agree(a[step][rank], b[step][rank]) || !same_bits(a[step][rank].store, b[step][rank].store) ||
+          !same_bits(a[step][rank].errors, b[step][rank].errors))
+        return false;
   return true;
 }
 

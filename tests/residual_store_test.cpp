@@ -141,28 +141,34 @@ auto scalars_of(Backend& backend, float gradient_scale = 1) {
 
 // One accumulate against the definition, an element at a time.
 template <class Rule, class Backend>
-void check_accumulate(Backend& backend, const MaskPlan& plan, Choice was, Choice is, float scale) {
+void check_accumulate(Backend& backend, const MaskPlan& plan, Choice was, Choice is, float scale,
+                      bool has_errors = false) {
   constexpr bool has_moment = requires(const Rule& rule) { rule.moment(1.0f, true); };
   const Mask<Backend> before(backend, plan, was), mask(backend, plan, is);
   const std::size_t kept = mask.elements.size();
   const Floats states = small_integers(1, plan.size()), gradients = small_integers(2, plan.size());
+  const Floats errors = has_errors ? small_integers(3, before.elements.size()) : Floats();
+  Floats sums(plan.size());
+  for (std::size_t i = 0; i < plan.size(); ++i) sums[i] = gradients[i] * scale;
+  for (std::size_t p = 0; p < errors.size(); ++p) sums[before.elements[p]] += errors[p];
   const Rule rule;
   Floats expected_states(plan.size()), expected_payload(kept + 2, untouched), expected_moments(kept + 2, untouched);
   for (std::size_t i = 0; i < plan.size(); ++i)
-    expected_states[i] = rule.state(gradients[i] * scale, states[i], before.chosen[i], mask.chosen[i]);
+    expected_states[i] = rule.state(sums[i], states[i], before.chosen[i], mask.chosen[i]);
   for (std::size_t p = 0; p < kept; ++p) {
     const std::size_t i = mask.elements[p];
-    expected_payload[p] = rule.payload(gradients[i] * scale, states[i], before.chosen[i]);
+    expected_payload[p] = rule.payload(sums[i], states[i], before.chosen[i]);
     if constexpr (has_moment) expected_moments[p] = rule.moment(states[i], before.chosen[i]);
   }
 
   const auto store = store_of(backend, plan.size());
   scape::copy_values(std::span<const float>(states), store.values(), backend.stream);
-  const auto gradient = backend.array(gradients);
+  const auto gradient = backend.array(gradients), rounded_away = backend.array(errors);
   const auto payload = backend.array(Floats(kept + 2, untouched)), moments = backend.array(Floats(kept + 2, untouched));
   const auto scalars = scalars_of(backend, scale);
-  store.accumulate(std::span<const float>(gradient.span()), before.view(), mask.view(), payload.span(),
-                   has_moment ? moments.span() : std::span<float>(), rule, scalars.span()[0], backend.stream);
+  store.accumulate(std::span<const float>(gradient.span()), before.view(), rounded_away.span(), mask.view(),
+                   payload.span(), has_moment ? moments.span() : std::span<float>(), rule, scalars.span()[0],
+                   backend.stream);
   CHECK(same_bits(read(backend, store.values()), expected_states));
   CHECK(same_bits(backend.read(payload), expected_payload));
   CHECK(same_bits(backend.read(moments), expected_moments));
@@ -201,7 +207,7 @@ TEST_CASE_TEMPLATE("gradients of another type are summed in float32", Backend, S
   const Mask<Backend> mask(backend, plan, {300, 1});
   const auto payload = backend.array(Floats(mask.elements.size()));
   const auto scalars = scalars_of(backend);
-  store.accumulate(std::span<const Half>(gradient.span()), mask.view(), mask.view(), payload.span(), {},
+  store.accumulate(std::span<const Half>(gradient.span()), mask.view(), {}, mask.view(), payload.span(), {},
                    scape::ErrorFeedback{}, scalars.span()[0], backend.stream);
   CHECK(same_bits(backend.read(payload), Floats(mask.elements.size(), sum + step[0])));
 }
@@ -218,6 +224,8 @@ TEST_CASE_TEMPLATE("accumulate does what the rule says, for any mask before and 
           CAPTURE(scale);
           check_accumulate<Tracing>(backend, plan, {before, 1}, {now, 2}, scale);
           check_accumulate<TracingWithMoment>(backend, plan, {before, 1}, {now, 2}, scale);
+          check_accumulate<Tracing>(backend, plan, {before, 1}, {now, 2}, scale, true);
+          check_accumulate<TracingWithMoment>(backend, plan, {before, 1}, {now, 2}, scale, true);
         }
   }
 }
@@ -244,7 +252,7 @@ TEST_CASE_TEMPLATE("error feedback: what is not sent is sent later, nothing is l
     const Floats gradients = small_integers(step, plan.size());
     const auto gradient = backend.array(gradients);
     const auto payload = backend.array(Floats(mask.elements.size()));
-    store.accumulate(std::span<const float>(gradient.span()), before.view(), mask.view(), payload.span(), {},
+    store.accumulate(std::span<const float>(gradient.span()), before.view(), {}, mask.view(), payload.span(), {},
                      scape::ErrorFeedback{}, scalars.span()[0], backend.stream);
     const Floats now = backend.read(payload);
     for (std::size_t p = 0; p < now.size(); ++p) sent[mask.elements[p]] += now[p];
@@ -282,7 +290,7 @@ TEST_CASE_TEMPLATE("wrong sizes are refused by name and value, before anything i
   const auto gradient = backend.array(Floats(plan.size() + 1, 1)), payload = backend.array(Floats(kept, untouched));
   const auto scalars = scalars_of(backend);
   const auto accumulate = [&](std::size_t gradients, std::size_t payloads) {
-    store.accumulate(std::span<const float>(gradient.span()).first(gradients), mask.view(), mask.view(),
+    store.accumulate(std::span<const float>(gradient.span()).first(gradients), mask.view(), {}, mask.view(),
                      payload.span().first(payloads), {}, Tracing{}, scalars.span()[0], backend.stream);
   };
   for (const std::size_t size : {std::size_t{0}, plan.size() - 1, plan.size() + 1}) {
@@ -299,6 +307,21 @@ TEST_CASE_TEMPLATE("wrong sizes are refused by name and value, before anything i
   CHECK(backend.read(payload) == Floats(kept, untouched));
 }
 
+TEST_CASE_TEMPLATE("fewer errors than the mask before keeps are refused", Backend, SCAPE_BACKENDS) {
+  Backend backend;
+  const MaskPlan plan(mixed_layout());
+  const Mask<Backend> before(backend, plan, {200, 1}), mask(backend, plan, {100, 2});
+  const std::size_t kept = before.elements.size();
+  const auto store = store_of(backend, plan.size());
+  const auto gradient = backend.array(Floats(plan.size(), 1)), errors = backend.array(Floats(kept));
+  const auto payload = backend.array(Floats(mask.elements.size()));
+  const auto scalars = scalars_of(backend);
+  CHECK(message_of([&] {
+          store.accumulate(std::span<const float>(gradient.span()), before.view(), errors.span().first(kept - 1),
+                           mask.view(), payload.span(), {}, Tracing{}, scalars.span()[0], backend.stream);
+        }).starts_with("errors.size() is " + std::to_string(kept - 1) + ":"));
+}
+
 // Red while the moments' size is not checked: a rule with `moment` writes past too short an array, or to no array.
 TEST_CASE_TEMPLATE("moments too short for a rule that sets them aside are refused", Backend, SCAPE_BACKENDS) {
   Backend backend;
@@ -310,7 +333,7 @@ TEST_CASE_TEMPLATE("moments too short for a rule that sets them aside are refuse
   const auto payload = backend.array(Floats(kept)), moments = backend.array(Floats(kept));
   const auto scalars = scalars_of(backend);
   const std::string message = message_of([&] {
-    store.accumulate(std::span<const float>(gradient.span()), mask.view(), mask.view(), payload.span(),
+    store.accumulate(std::span<const float>(gradient.span()), mask.view(), {}, mask.view(), payload.span(),
                      moments.span().first(kept - 1), TracingWithMoment{}, scalars.span()[0], backend.stream);
     backend.stream.synchronize();
   });

@@ -1,5 +1,6 @@
 // SparseBufferReducer: values at a mask to one payload, its mean over the ranks, and back.
 
+#include "narrow_reference.hpp"
 #include "ranks.hpp"
 #include "support.hpp"
 
@@ -9,14 +10,17 @@
 #include <scape/sparse_buffer_reducer.hpp>
 
 #include <scape/host/pack.hpp>
+#include <scape/host/payload.hpp>
 #include <scape/host/update.hpp>
 
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -28,6 +32,7 @@ namespace {
 
 using scape::MaskPlan;
 using scape::MaskWord;
+using scape::PayloadFormat;
 using scape::Segment;
 using scape::SparseBufferReducer;
 
@@ -97,6 +102,12 @@ auto reducer_of(Backend& backend, std::size_t capacity) {
   return SparseBufferReducer<typename Backend::Stream, Memory>(capacity, backend.memory);
 }
 
+template <class Backend>
+auto reducer_of(Backend& backend, std::size_t capacity, PayloadFormat format, int ranks) {
+  using Memory = std::remove_cvref_t<decltype(backend.memory)>;
+  return SparseBufferReducer<typename Backend::Stream, Memory>(capacity, format, ranks, backend.memory);
+}
+
 bool same_bits(std::span<const float> a, std::span<const float> b) {
   return std::ranges::equal(a, b, {}, std::bit_cast<std::uint32_t, float>, std::bit_cast<std::uint32_t, float>);
 }
@@ -124,6 +135,27 @@ Floats mean_at(std::size_t ranks, std::size_t size, const Counts& elements) {
   }
   for (float& value : sum) value /= static_cast<float>(ranks);
   return sum;
+}
+
+constexpr PayloadFormat low_formats[] = {PayloadFormat::bfloat16, PayloadFormat::e5m2, PayloadFormat::e4m3};
+
+// A mask that keeps all of `size` elements.
+MaskPlan dense_plan(std::size_t size, int ranks) {
+  ListLayout layout{{}, ranks};
+  layout.add(size, 0, true);
+  return MaskPlan(layout);
+}
+
+// What a rank sends: many magnitudes, some values that are no finite numbers, or so large that four-fold they are not.
+Floats sent_by(std::size_t rank, std::size_t count, int kind) {
+  Floats values = floats_of(rank, count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (kind == 1 && i % 41 == rank) values[i] = i % 2 == 0 ? std::numeric_limits<float>::infinity() : std::nanf("");
+    if (kind == 1 && i % 50 == 7) values[i] = (rank % 2 == 0 ? 1 : -1) * std::numeric_limits<float>::infinity();
+    if (kind == 2) values[i] = std::ldexp(values[i], i / 100 % 2 == 0 ? 120 : -140);
+    if (kind == 3) values[i] = i % 3 == 0 ? 0.0f : -0.7f;
+  }
+  return values;
 }
 
 constexpr std::uint32_t shares[] = {0, 1, 10, 250, 999, 1000};
@@ -238,7 +270,7 @@ TEST_CASE("reduce_scatter: every owner has its part of what reduce gives, bit fo
           const auto values = rank.backend.array(floats_of(me, plan.size()));
           const auto own = rank.backend.array(Floats(stride, untouched));
           reducer.gather(values.span(), mask.view(), rank.compute);
-          reducer.reduce_scatter(stride, own.span(), rank.communicator, rank.compute, rank.side);
+          reducer.reduce_scatter({0, ranks * stride, stride}, own.span(), rank.communicator, rank.compute, rank.side);
           reducer.wait(rank.compute);
           rank.compute.synchronize();
           std::size_t begin = 0;
@@ -257,10 +289,12 @@ TEST_CASE("reduce_scatter refuses a stride that does not fit") {
     auto reducer = reducer_of(rank.backend, 10);
     const auto own = rank.backend.array(Floats(8, untouched));
     const auto refusal = [&](std::size_t stride, std::size_t size) {
-      return message_of(
-          [&] { reducer.reduce_scatter(stride, own.span().first(size), rank.communicator, rank.compute, rank.side); });
+      return message_of([&] {
+        reducer.reduce_scatter({0, 2 * stride, stride}, own.span().first(size), rank.communicator, rank.compute,
+                               rank.side);
+      });
     };
-    CHECK(refusal(6, 6).starts_with("stride is 6:"));
+    CHECK(refusal(6, 6).starts_with("part.count is 12:"));
     CHECK(refusal(5, 4).starts_with("own.size() is 4:"));
     CHECK(refusal((~std::size_t{0} >> 1) + 3, 2) != "nothing was thrown");  // twice as much is 4
     CHECK(rank.communicator.bytes_sent() == 0);
@@ -289,4 +323,209 @@ TEST_CASE("between reduce and wait compute goes on; from wait on it has the mean
     rank.compute.synchronize();
     CHECK(same_bits(at(rank.backend.read(results), drawn.elements), mean));
   });
+}
+
+TEST_CASE("low formats: mean and errors are those of the definition, bit for bit, for the documented bytes") {
+  for (const PayloadFormat format : low_formats)
+    for (const int world : {1, 2, 3, 5})
+      for (const std::size_t size : {0, 1, 127, 128, 129, 512, 513, 5000})
+        for (const int kind : {0, 1, 2, 3}) {
+          const std::size_t ranks = static_cast<std::size_t>(world);
+          CAPTURE(std::string(name_of(format)));
+          CAPTURE(world);
+          CAPTURE(size);
+          CAPTURE(kind);
+          const MaskPlan plan = dense_plan(size, world);
+          const Drawn drawn(plan, 1000);
+          std::vector<Floats> sent;
+          for (std::size_t rank = 0; rank < ranks; ++rank) sent.push_back(sent_by(rank, size, kind));
+          const Reduced expected = reduced(format, sent);
+          run_ranks(
+              world,
+              [&](auto& rank) {
+                const std::size_t me = static_cast<std::size_t>(rank.rank());
+                const Mask mask(rank.backend, plan, drawn);
+                auto reducer = reducer_of(rank.backend, size, format, world);
+                const auto values = rank.backend.array(sent[me]);
+                reducer.gather(values.span(), mask.view(), rank.compute);
+                reducer.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
+                reducer.wait(rank.compute);
+                rank.compute.synchronize();
+                CHECK(same_bits(read(rank.backend, reducer.payload(mask.view())), expected.mean));
+                CHECK(same_bits(read(rank.backend, reducer.errors(mask.view())), expected.errors[me]));
+                CHECK(rank.communicator.bytes_sent() == 2 * (ranks - 1) * code_bytes(format, size, ranks) / ranks);
+                CHECK(reducer.workspace_bytes() == 4 * size + 2 * code_bytes(format, size, ranks));
+                CHECK(reducer.state_bytes() == 4 * size);
+              },
+              3);
+        }
+}
+
+// Strides of a few values and of several blocks; padding and other ranks' parts, which do not travel back, show too.
+TEST_CASE("low formats: reduce_scatter's mean and errors are those of the definition, for the documented bytes") {
+  for (const PayloadFormat format : low_formats)
+    for (const int world : {1, 2, 3, 5})
+      for (const std::size_t stride : {0, 1, 31, 33, 127, 130, 511, 512, 513, 1026})
+        for (const int kind : {0, 1, 2, 3})
+          for (const bool in_place : {false, true}) {
+            const std::size_t ranks = static_cast<std::size_t>(world), size = stride * ranks;
+            CAPTURE(std::string(name_of(format)));
+            CAPTURE(world);
+            CAPTURE(stride);
+            CAPTURE(kind);
+            CAPTURE(in_place);
+            const MaskPlan plan = dense_plan(size, world);
+            const Drawn drawn(plan, 1000);
+            std::vector<Floats> sent;
+            for (std::size_t rank = 0; rank < ranks; ++rank) sent.push_back(sent_by(rank, size, kind));
+            const Reduced expected = scattered(format, sent);
+            run_ranks(world, [&](auto& rank) {
+              const std::size_t me = static_cast<std::size_t>(rank.rank());
+              const Mask mask(rank.backend, plan, drawn);
+              auto reducer = reducer_of(rank.backend, size + 3, format, world);
+              const auto values = rank.backend.array(sent[me]);
+              const auto apart = rank.backend.array(Floats(stride, untouched));
+              const auto payload = reducer.payload(mask.view());
+              const auto own = in_place ? payload.subspan(me * stride, stride) : apart.span();
+              reducer.gather(values.span(), mask.view(), rank.compute);
+              reducer.reduce_scatter({0, ranks * stride, stride}, own, rank.communicator, rank.compute, rank.side);
+              reducer.wait(rank.compute);
+              rank.compute.synchronize();
+              Floats mean(expected.mean.begin() + static_cast<std::ptrdiff_t>(me * stride),
+                          expected.mean.begin() + static_cast<std::ptrdiff_t>((me + 1) * stride));
+              CHECK(same_bits(read(rank.backend, own), mean));
+              CHECK(same_bits(read(rank.backend, reducer.errors(mask.view())), expected.errors[me]));
+              Floats left = sent[me];
+              if (in_place)
+                std::copy(mean.begin(), mean.end(), left.begin() + static_cast<std::ptrdiff_t>(me * stride));
+              CHECK(same_bits(read(rank.backend, payload), left));
+              CHECK(rank.communicator.bytes_sent() == (ranks - 1) * code_bytes(format, size, ranks) / ranks);
+            });
+          }
+}
+
+TEST_CASE("low formats: all errors and W times the mean add up to what was sent, but for the rounding of the sum") {
+  for (const PayloadFormat format : low_formats)
+    for (const int world : {1, 2, 3, 5, 8}) {
+      CAPTURE(std::string(name_of(format)));
+      CAPTURE(world);
+      const std::size_t size = 3000;
+      const MaskPlan plan = dense_plan(size, world);
+      const Drawn drawn(plan, 1000);
+      std::vector<Floats> errors(static_cast<std::size_t>(world));
+      Floats mean;
+      run_ranks(world, [&](auto& rank) {
+        const std::size_t me = static_cast<std::size_t>(rank.rank());
+        const Mask mask(rank.backend, plan, drawn);
+        auto reducer = reducer_of(rank.backend, size, format, world);
+        const auto values = rank.backend.array(sent_by(me, size, 0));
+        reducer.gather(values.span(), mask.view(), rank.compute);
+        reducer.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
+        reducer.wait(rank.compute);
+        rank.compute.synchronize();
+        errors[me] = read(rank.backend, reducer.errors(mask.view()));
+        if (me == 0) mean = read(rank.backend, reducer.payload(mask.view()));
+      });
+      std::size_t beyond = 0, rounded = 0;
+      for (std::size_t i = 0; i < size; ++i) {
+        double missing = world * static_cast<double>(mean[i]), magnitudes = 0;
+        for (std::size_t rank = 0; rank < errors.size(); ++rank) {
+          const double sent = static_cast<double>(sent_by(rank, size, 0)[i]);
+          missing += static_cast<double>(errors[rank][i]) - sent;
+          magnitudes += std::abs(sent);
+          rounded += errors[rank][i] != 0;
+        }
+        beyond += std::abs(missing) > (world + 2) * 0x1p-23 * magnitudes;
+      }
+      CHECK(beyond == 0);
+      CHECK(rounded >= size);  // else there was nothing to add up
+    }
+}
+
+TEST_CASE("low formats: rounds of masks of different sizes in one reducer") {
+  for (const PayloadFormat format : low_formats) {
+    CAPTURE(std::string(name_of(format)));
+    const MaskPlan plan(mixed_layout(3));
+    run_ranks(3, [&](auto& rank) {
+      const std::size_t me = static_cast<std::size_t>(rank.rank());
+      auto reducer = reducer_of(rank.backend, plan.size(), format, 3);
+      const auto values = rank.backend.array(floats_of(me, plan.size()));
+      for (const std::uint32_t share : {1000u, 10u, 300u, 999u, 0u}) {
+        const Drawn drawn(plan, share);
+        const Mask mask(rank.backend, plan, drawn);
+        std::vector<Floats> sent;
+        for (std::size_t other = 0; other < 3; ++other)
+          sent.push_back(at(floats_of(other, plan.size()), drawn.elements));
+        const Reduced expected = reduced(format, sent);
+        typename std::remove_cvref_t<decltype(rank)>::Hold hold(rank.side);
+        reducer.gather(values.span(), mask.view(), rank.compute);
+        reducer.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
+        rank.compute.synchronize();  // would never end if compute waited for the collective
+        hold.release();
+        reducer.wait(rank.compute);
+        rank.compute.synchronize();
+        CHECK(same_bits(read(rank.backend, reducer.payload(mask.view())), expected.mean));
+        CHECK(same_bits(read(rank.backend, reducer.errors(mask.view())), expected.errors[me]));
+      }
+    });
+  }
+}
+
+TEST_CASE("formats: float32 has no errors and needs no more than the payload; wrong arguments are named") {
+  run_ranks(2, [](auto& rank) {
+    const MaskPlan plan = dense_plan(100, 2);
+    const Drawn drawn(plan, 1000);
+    const Mask mask(rank.backend, plan, drawn);
+    auto plain = reducer_of(rank.backend, 100);
+    CHECK(plain.format() == PayloadFormat::float32);
+    CHECK(plain.errors(mask.view()).empty());
+    CHECK(plain.workspace_bytes() == 400);
+    CHECK(plain.state_bytes() == 0);
+
+    CHECK(message_of([&] { reducer_of(rank.backend, 100, PayloadFormat::e4m3, 0); }).starts_with("ranks is 0:"));
+    auto coded = reducer_of(rank.backend, 100, PayloadFormat::e4m3, 3);
+    CHECK(coded.format() == PayloadFormat::e4m3);
+    CHECK(message_of([&] {
+            coded.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
+          }).starts_with("communicator.size() is 2: must be the reducer's ranks, 3"));
+    CHECK(message_of([&] {
+            coded.reduce_scatter({0, 100, 50}, coded.payload(mask.view()).first(50), rank.communicator, rank.compute,
+                                 rank.side);
+          }).starts_with("communicator.size() is 2: must be the reducer's ranks, 3"));
+    auto small = reducer_of(rank.backend, 99, PayloadFormat::e4m3, 2);
+    CHECK(message_of([&] { small.errors(mask.view()); }).starts_with("mask.kept is 100:"));
+    CHECK(rank.communicator.bytes_sent() == 0);
+  });
+}
+
+// A communicator as it was before there were formats.
+struct WithoutAllToAll {
+  template <class S>
+  void all_reduce_mean(std::span<const float>, std::span<float>, const S&) {
+    ++reductions;
+  }
+  template <class S>
+  void reduce_scatter_mean(std::span<const float>, std::span<float>, const S&) {}
+  template <class S>
+  void all_gather(std::span<const MaskWord>, std::span<MaskWord>, const S&) {}
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  std::uint64_t bytes_sent() const { return 0; }
+  int reductions = 0;
+};
+
+TEST_CASE_TEMPLATE("formats: without all_to_all there is float32", Backend, SCAPE_BACKENDS) {
+  Backend backend;
+  const MaskPlan plan = dense_plan(100, 1);
+  const Drawn drawn(plan, 1000);
+  const Mask<Backend> mask(backend, plan, drawn);
+  WithoutAllToAll communicator;
+  const auto side = backend.new_stream();
+  auto plain = reducer_of(backend, 100);
+  plain.reduce(mask.view(), communicator, backend.stream, side);
+  CHECK(communicator.reductions == 1);
+  auto coded = reducer_of(backend, 100, PayloadFormat::bfloat16, 1);
+  CHECK(message_of([&] {
+          coded.reduce(mask.view(), communicator, backend.stream, side);
+        }).starts_with("format is bfloat16: needs a communicator with all_to_all"));
 }

@@ -118,6 +118,7 @@ class Scape final : public Optimizer {
                    .density_warmup = options.density_warmup,
                    .delay = options.delay,
                    .mask_coding = options.mask_coding,
+                   .payload = run.method == Method::adams ? scape::PayloadFormat::float32 : options.payload,
                },
                rule),
         overlaps_(options.overlap) {

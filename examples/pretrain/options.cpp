@@ -18,6 +18,10 @@ const std::map<std::string, Ranks> kinds_of_ranks = {{"threads", Ranks::threads}
 const std::map<std::string, scape::MaskCoding> codings = {{"automatic", scape::MaskCoding::automatic},
                                                           {"bitmap", scape::MaskCoding::bitmap},
                                                           {"elias-fano", scape::MaskCoding::elias_fano}};
+const std::map<std::string, scape::PayloadFormat> formats = {{"float32", scape::PayloadFormat::float32},
+                                                             {"bfloat16", scape::PayloadFormat::bfloat16},
+                                                             {"e5m2", scape::PayloadFormat::e5m2},
+                                                             {"e4m3", scape::PayloadFormat::e4m3}};
 
 // Peaks by optimizer: one for all sparsities, or one for each.
 using LearningRates = std::map<std::string, std::vector<double>>;
@@ -90,7 +94,8 @@ Options parse_options(int argc, char** argv) {
   std::vector<std::string> optimizers = {"adamw", "adams", "scape", "clock"};
   std::vector<double> sparsities = {0.9, 0.99};
   double density_warmup = 0.3;
-  std::string scope = "tensor", score = "corrected", communicator = "threads", coding = "automatic";
+  std::string scope = "tensor", score = "corrected", communicator = "threads", coding = "automatic",
+              payload = "float32";
 
   const CLI::Validator count = number(1, 1e9, "1 or more"), at_least_zero = number(0, 1e9, "0 or more");
   const CLI::Validator positive = number(1e-9, 1e9, "above 0"), share = number(0, 1, "0 to 1");
@@ -136,6 +141,8 @@ Options parse_options(int argc, char** argv) {
       ->check(CLI::IsMember({"corrected", "updated"}));
 
   add("Training", "--mask-coding", coding, "How masks travel")->check(CLI::IsMember(codings));
+  add("Training", "--payload", payload, "For scape and clock: as what kept gradients travel")
+      ->check(CLI::IsMember(formats));
 
   app.add_flag("--sharded", options.sharded,
                "For AdamS: masters in float32 with their owner only; parameters held and sent as bfloat16")
@@ -179,6 +186,7 @@ Options parse_options(int argc, char** argv) {
   options.score_after_update = score == "updated";
   options.communicator = kinds_of_ranks.at(communicator);
   options.mask_coding = codings.at(coding);
+  options.payload = formats.at(payload);
   options.runs = list_runs(optimizers, sparsities, rates);
   return options;
 }

@@ -3,6 +3,7 @@
 #include "model.hpp"
 
 #include <scape/delayed_mask_scheduler.hpp>
+#include <scape/payload_format.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -48,6 +49,7 @@ struct Options {
   std::size_t buckets = 8;
   bool score_after_update = false;
   scape::MaskCoding mask_coding = scape::MaskCoding::automatic;
+  scape::PayloadFormat payload = scape::PayloadFormat::float32;
 
   std::uint64_t seed = 1;
   std::filesystem::path text;

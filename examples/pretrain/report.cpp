@@ -104,6 +104,7 @@ Json settings(const Options& options) {
       {"beta1", options.beta1},
       {"beta2", options.beta2},
       {"delay", options.delay},
+      {"payload", scape::name_of(options.payload)},
       {"cap", options.cap},
       {"scope", options.select_per_shard ? "shard" : "tensor"},
       {"score", options.score_after_update ? "updated" : "corrected"},

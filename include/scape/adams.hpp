@@ -146,13 +146,13 @@ class AdamS {
         compute_(compute),
         side_(side),
         options_((options.check(), options)),
-        plan_(fitting(layout, communicator), options.exact_mask_parts, H::sharded),
+        plan_(fitting(layout, communicator, options), options.exact_mask_parts, H::sharded),
         tables_(plan_, memory, compute),
         scalars_(1, memory),
         masks_(plan_, tables_.view(), communicator.rank(), mask_options(), memory, compute),
         masker_(plan_, tables_.view(), communicator.rank()),
         store_(plan_.size(), memory, compute),
-        reducer_(payload_capacity(), memory),
+        reducer_(payload_capacity(), options.payload, communicator.size(), memory),
         rule_(rule, options, plan_.own_elements(communicator.rank()), reducer_.capacity(), memory, compute),
         masters_(plan_, tables_.view(), communicator.rank(), reducer_.capacity(), memory),
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
@@ -325,8 +325,9 @@ class AdamS {
 
   /// Begins such a step, at the rate that holds now, where compute is: before backward writes its first gradient into
   /// the array, which must stay until compute has passed the step. The first step of all waits for the whole gradient
-  /// unless its mask is dense. May follow add(). Needs a delay of at least 1, and no clip_norm where the rule clips the
-  /// local gradient. With a report: finish() waits for the step and fills it.
+  /// unless its mask is dense; so does, with a payload of low precision, one whose density is new. May follow add().
+  /// Needs a delay of at least 1, and no clip_norm where the rule clips the local gradient. With a report: finish()
+  /// waits for the step and fills it.
   template <std::ranges::contiguous_range G>
   auto begin_step(const G& gradients, const S& compute, StepReport* report = nullptr) {
     const auto values = checked(gradients, "gradients");
@@ -335,8 +336,11 @@ class AdamS {
     expects(!H::sharded || has_masters_, "masters", "not loaded", "call load_masters() before the first step");
     enqueue_whole(compute, [&] {
       open(values, compute, report);
-      needs_all_ = masks_.draft_first();
-      if (!needs_all_) reach_mask(compute, report);
+      selects_first_ = masks_.draft_first();
+      if (!selects_first_) reach_mask(compute, report);
+      // Errors lie at positions of the last payload: a bucket may go over them when it takes the same.
+      sends_late_ =
+          selects_first_ || (options_.payload != PayloadFormat::float32 && masks_.density() != density_before_);
     });
     std::fill(added_.begin(), added_.end(), false);
     under_way_ = true;
@@ -348,30 +352,35 @@ class AdamS {
   const MaskPlan& plan() const noexcept { return plan_; }
   const AdamSOptions& options() const noexcept { return options_; }
 
-  /// The mask of the last step. Like the next two, for work of the compute stream, until the next step.
+  /// The mask of the last step. Like the next three, for work of the compute stream, until the next step.
   MaskView mask() const noexcept { return masks_.current(); }
   /// The ResidualStore's array; rule `scape`: the first moment on the mask, the residual off it.
   std::span<const float> store() const noexcept { return store_.values(); }
+  /// What coding the last step's payload has rounded away, by payload position: the next step adds it to the gradient.
+  /// Empty where payloads are float32.
+  std::span<const float> errors() const { return reducer_.errors(masks_.current()); }
   /// What the rule keeps besides.
   const auto& rule_state() const noexcept { return rule_; }
 
   /// Bytes that are kept from step to step.
   std::size_t state_bytes() const noexcept {
-    return store_.values().size_bytes() + masks_.state_bytes() + rule_.state_bytes() + masters_.state_bytes() +
-           tables_.bytes() + scalars_.bytes();
+    return store_.values().size_bytes() + masks_.state_bytes() + reducer_.state_bytes() + rule_.state_bytes() +
+           masters_.state_bytes() + tables_.bytes() + scalars_.bytes();
   }
   /// Bytes of scratch. The payload's share follows the largest density, so a density warm-up costs 4 bytes a parameter
   /// here, 8 with rule `scape`.
   std::size_t workspace_bytes() const noexcept {
-    return masks_.workspace_bytes() + reducer_.capacity() * sizeof(float) + rule_.workspace_bytes() +
+    return masks_.workspace_bytes() + reducer_.workspace_bytes() + rule_.workspace_bytes() +
            masters_.workspace_bytes() + sent_.bytes() + sums_.bytes() + select_workspace_.bytes() + partials_.bytes();
   }
 
  private:
   template <ShardedLayout L>
-  static const L& fitting(const L& layout, const C& communicator) {
+  static const L& fitting(const L& layout, const C& communicator, const AdamSOptions& options) {
     expects(layout.ranks() == communicator.size(), "layout.ranks()", layout.ranks(),
             "must be the communicator's size, ", communicator.size());
+    expects(options.payload == PayloadFormat::float32 || AllToAllCommunicator<C, S>, "options.payload",
+            name_of(options.payload), "needs a communicator with all_to_all");
     return layout;
   }
 
@@ -446,10 +455,15 @@ class AdamS {
       });
     clock_.lap(&StepReport::Seconds::select, compute);
     reach_mask(compute, report);
+    send(gradients, compute);
+  }
+
+  template <class G>
+  void send(std::span<const G> gradients, const S& compute) {
     const MaskView mask = masks_.current();
     accumulate(gradients, mask, compute);
     clock_.lap(&StepReport::Seconds::accumulate, compute);
-    if (report != nullptr) note_overlap(mask, compute);
+    if (clock_.runs()) note_overlap(mask, compute);
     for (const PayloadPart& part : mask.parts) reduce(part, compute);
   }
 
@@ -517,7 +531,7 @@ class AdamS {
     guard(compute, [&] {
       added_[bucket] = true;
       order_.add(std::uint64_t{bucket});
-      if (needs_all_ || plan_.tiles().empty()) return;
+      if (sends_late_ || plan_.tiles().empty()) return;
       clock_.mark(compute);
       MaskView mask = masks_.current();
       const PayloadPart& part = mask.parts[bucket];
@@ -541,10 +555,12 @@ class AdamS {
     expects(missing == added_.end(), "bucket", missing - added_.begin(), "has not been added");
     guard(compute, [&] {
       clock_.mark(compute);
-      if (needs_all_)
+      if (selects_first_) {
         take(gradients, compute, report);
-      else if (micro_batches_ != 0)
-        sum_up(gradients, compute);
+      } else {
+        if (micro_batches_ != 0) sum_up(gradients, compute);
+        if (sends_late_) send(gradients, compute);
+      }
       complete(gradients, parameters, compute, report);
     });
     under_way_ = false;
@@ -577,8 +593,8 @@ class AdamS {
     if (at_mask_)
       store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
     else
-      store_.accumulate(gradients, masks_.previous(), mask, payload, rule_.set_aside(), rule_.accumulation(), scalars(),
-                        compute);
+      store_.accumulate(gradients, masks_.previous(), reducer_.errors(masks_.previous()), mask, payload,
+                        rule_.set_aside(), rule_.accumulation(), scalars(), compute);
   }
 
   template <class G>
@@ -812,9 +828,9 @@ class AdamS {
   Fingerprint order_;                                                           // of its buckets
   double density_before_ = 0, padded_for_ = -1;  // of the masks of the last step, and for which the payload is padded
   bool has_masters_ = false;
-  std::size_t micro_batches_ = 0;  // of the step that has begun
-  bool at_mask_ = false;           // whether they are in the payload
-  bool needs_all_ = false;         // whether buckets can only wait until the last is there
+  std::size_t micro_batches_ = 0;                    // of the step that has begun
+  bool at_mask_ = false;                             // whether they are in the payload
+  bool selects_first_ = false, sends_late_ = false;  // whether buckets can only wait until the last is there
   bool rates_are_new_ = true, broken_ = false, under_way_ = false;
   int exceptions_ = std::uncaught_exceptions();
   std::array<StepScalars, 1> host_scalars_;

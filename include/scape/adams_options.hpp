@@ -3,6 +3,7 @@
 #include <scape/agreement.hpp>
 #include <scape/delayed_mask_scheduler.hpp>
 #include <scape/error.hpp>
+#include <scape/payload_format.hpp>
 
 #include <array>
 #include <cmath>
@@ -25,6 +26,7 @@ struct AdamSOptions {
   int delay = 1;                   ///< steps from a mask's making to its use
   std::size_t refresh = 1;         ///< a new mask every so many steps
   MaskCoding mask_coding = MaskCoding::automatic;
+  PayloadFormat payload = PayloadFormat::float32;  ///< as what kept gradients travel; docs/algorithm.md, "Payloads"
   bool exact_mask_parts = false;  ///< for unbalanced layouts: no padding in the mask exchange (MaskPlan)
   bool adds = false;  ///< whether add() is used: rule `clock` needs 4 bytes more for each element it owns then
   std::size_t compare_every = 1;  ///< ranks compare step, rate and mask every so many steps; 0: never
@@ -48,10 +50,12 @@ struct AdamSOptions {
     expects(refresh >= 1, "refresh", refresh, "must be at least 1");
     const int coding = static_cast<int>(mask_coding);
     expects(coding >= 0 && coding <= 2, "mask_coding", coding, "must be one of MaskCoding");
+    const int format = static_cast<int>(payload);
+    expects(format >= 0 && format <= 3, "payload", format, "must be one of PayloadFormat");
   }
 
   /// All of them, as ranks compare them.
-  std::array<AgreedValue, 14> agreed() const {
+  std::array<AgreedValue, 15> agreed() const {
     return {AgreedValue::real("options.learning_rate", double{learning_rate}),
             AgreedValue::real("options.beta1", double{beta1}),
             AgreedValue::real("options.beta2", double{beta2}),
@@ -63,6 +67,7 @@ struct AdamSOptions {
             AgreedValue::integer("options.delay", static_cast<std::uint64_t>(delay)),
             AgreedValue::integer("options.refresh", refresh),
             AgreedValue::integer("options.mask_coding", static_cast<std::uint64_t>(mask_coding)),
+            AgreedValue::integer("options.payload", static_cast<std::uint64_t>(payload)),
             AgreedValue::integer("options.exact_mask_parts", exact_mask_parts),
             AgreedValue::integer("options.adds", adds),
             AgreedValue::integer("options.compare_every", compare_every)};

@@ -39,4 +39,12 @@ concept UnevenCommunicator = Communicator<C, S> &&
   communicator.all_gather_uneven(own, all, counts, stream);
 };
 
+/// A communicator that can also exchange parts: payloads of low precision need it. in and out, which do not overlap,
+/// hold size() parts of equal size; part r of in becomes part rank() of rank r's out.
+template <class C, class S>
+concept AllToAllCommunicator = Communicator<C, S> &&
+    requires(C& communicator, std::span<const MaskWord> in, std::span<MaskWord> out, const S& stream) {
+  communicator.all_to_all(in, out, stream);
+};
+
 }  // namespace scape::inline v0

@@ -82,16 +82,21 @@ class ResidualStore {
   std::span<float> values() const noexcept { return values_.span(); }
 
   /// Adds the gradient, gathers the kept elements into `payload` (mask.kept long, by position) and `moments` (the same,
-  /// or empty for a rule without), and leaves what the rule says. `before` is the mask of the step before.
+  /// or empty for a rule without), and leaves what the rule says. `before` is the mask of the step before; `errors`
+  /// (before.kept long, by its positions, or empty) what of that step's payload was rounded away, which counts as
+  /// gradient.
   template <class G, class Rule, Stream S>
-  void accumulate(std::span<const G> gradient, MaskView before, MaskView mask, std::span<float> payload,
-                  std::span<float> moments, const Rule& rule, const StepScalars& scalars, const S& stream) const {
+  void accumulate(std::span<const G> gradient, MaskView before, std::span<const float> errors, MaskView mask,
+                  std::span<float> payload, std::span<float> moments, const Rule& rule, const StepScalars& scalars,
+                  const S& stream) const {
     expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
             values_.size());
     expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
+    expects(errors.empty() || errors.size() >= before.kept, "errors.size()", errors.size(),
+            "must be 0 or at least the mask before's ", before.kept);
     if constexpr (requires { rule.moment(0.0f, true); })
       expects(moments.size() >= mask.kept, "moments.size()", moments.size(), "must be at least the mask's ", mask.kept);
-    accumulate_gradient(gradient, values(), before.words, mask, payload, moments, rule, scalars, stream);
+    accumulate_gradient(gradient, values(), before, errors, mask, payload, moments, rule, scalars, stream);
   }
 
   /// values += gradient, for algorithms that select from the sum before they send.

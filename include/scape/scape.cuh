@@ -5,6 +5,7 @@
 #include <scape/cuda/finite.cuh>
 #include <scape/cuda/hash.cuh>
 #include <scape/cuda/pack.cuh>
+#include <scape/cuda/payload.cuh>
 #include <scape/cuda/select.cuh>
 #include <scape/cuda/stream.hpp>
 #include <scape/cuda/update.cuh>

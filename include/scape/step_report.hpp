@@ -16,7 +16,7 @@ struct StepReport {
   std::uint64_t compare_bytes = 0;    ///< the same for what ranks compare
   /// Of the reduced payload, before clipping: equal on all ranks; with rule `clock` sharded, of the rank's own part.
   double gradient_norm = 0;
-  double residual_norm = 0;  ///< of this rank's residual after the step
+  double residual_norm = 0;  ///< of this rank's residual after the step, without what coding the payload rounded away
   double jaccard = 0;        ///< elements kept now and in the step before, over those kept in either
   double energy_share = 0;   ///< of the squares that this rank sent, what fell on elements kept in the step before too
   /// Seconds of the compute stream by phase. Select includes, where a mask is made from the step's own numbers, the

@@ -163,6 +163,22 @@ class ThreadCommunicator {
     });
   }
 
+  /// Sends (W - 1) / W * in.size_bytes().
+  void all_to_all(std::span<const MaskWord> in, std::span<MaskWord> out, const HostStream& stream) {
+    expects(in.size() % ranks() == 0, "in.size()", in.size(), "must be a multiple of size(), ", ranks());
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    const std::size_t part = in.size() / ranks();
+    bytes_sent_ += (ranks() - 1) * part * sizeof(MaskWord);
+    enqueue(stream, [this, in, out, part] {
+      state_->join(rank_, call_of<MaskWord>(Collective::all_to_all, in.size()), {in.data(), out.data()});
+      for (std::size_t other = 0; other < ranks(); ++other) {
+        const MaskWord* const from = static_cast<const MaskWord*>(state_->memory[other].in) + rank_ * part;
+        if (part != 0) std::memcpy(out.data() + other * part, from, part * sizeof(MaskWord));
+      }
+      state_->meet(rank_, true);
+    });
+  }
+
  private:
   using Collective = detail::Collective;
   using Slice = detail::Slice;
@@ -253,6 +269,7 @@ class ThreadCommunicator {
   std::uint64_t bytes_sent_ = 0;
 };
 static_assert(UnevenCommunicator<ThreadCommunicator, HostStream>);
+static_assert(AllToAllCommunicator<ThreadCommunicator, HostStream>);
 
 inline ThreadGroup::ThreadGroup(int ranks, std::chrono::milliseconds patience) {
   expects(ranks >= 1, "ranks", ranks, "must be at least 1");

@@ -103,21 +103,41 @@ __device__ bool takes_quads(const T* address) {
   return reinterpret_cast<std::uintptr_t>(address) % sizeof(Quad<T>) == 0;
 }
 
-template <class G, class F>
+// What payloads have rounded away of a block's tile, by place; where there are none, nothing is kept in the block.
+struct NoErrors {
+  __device__ void load(const Tile&, std::size_t, const DeviceMask&, const float*) {}
+  __device__ float added(float g, unsigned, bool) const { return g; }
+};
+struct TileErrors {
+  TileBits bits;
+  const float* errors;
+
+  __device__ void load(const Tile& tile, std::size_t index, const DeviceMask& before, const float* all) {
+    if (threadIdx.x == 0) errors = all + before.offsets[index];
+    bits.load(tile, before.words);  // and synchronises
+  }
+  __device__ float added(float g, unsigned place, bool was_kept) const {
+    return was_kept ? add(g, errors[bits.position(place)]) : g;
+  }
+};
+
+template <class Errors, class G, class F>
 __global__ void __launch_bounds__(block_threads)
-    accumulate_kernel(DeviceMask mask, const MaskWord* before, const G* gradient, float* state, float* payload,
-                      float* moments, F rule, const StepScalars* scalars) {
+    accumulate_kernel(DeviceMask mask, DeviceMask previous, const float* all_errors, const G* gradient, float* state,
+                      float* payload, float* moments, F rule, const StepScalars* scalars) {
   __shared__ TileBits bits;
+  __shared__ Errors errors;
   const Tile tile = mask.tiles[mask.tile()];
   bits.load(tile, mask.words);
+  errors.load(tile, mask.tile(), previous, all_errors);
   const float scale = scalars->gradient_scale;
   const std::size_t offset = mask.offsets[mask.tile()];
-  before += tile.bit / word_bits;
+  const MaskWord* const before = previous.words + tile.bit / word_bits;
   gradient += tile.element;
   state += tile.element;
   const auto accumulate = [&](unsigned place, bool was_kept, float g, float& a) {
     const bool is_kept = bits.kept(place);
-    g = multiply(g, scale);
+    g = errors.added(multiply(g, scale), place, was_kept);
     if (is_kept) {
       const std::size_t position = offset + bits.position(place);
       payload[position] = rule.payload(g, a, was_kept);
@@ -270,12 +290,14 @@ void for_each_if_due(std::size_t count, F f, const StepScalars& scalars, const C
 }
 
 template <class G, class F>
-void accumulate_gradient(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before,
-                         MaskView mask, std::span<float> payload, std::span<float> moments, F rule,
-                         const StepScalars& scalars, const CudaStream& stream) {
-  detail::launch(detail::accumulate_kernel<G, F>, mask.visits(), detail::block_threads, stream,
-                 detail::DeviceMask(mask), before.data(), gradient.data(), state.data(), payload.data(), moments.data(),
-                 rule, &scalars);
+void accumulate_gradient(std::span<const G> gradient, std::span<float> state, MaskView before,
+                         std::span<const float> errors, MaskView mask, std::span<float> payload,
+                         std::span<float> moments, F rule, const StepScalars& scalars, const CudaStream& stream) {
+  const auto kernel = errors.empty() ? detail::accumulate_kernel<detail::NoErrors, G, F>
+                                     : detail::accumulate_kernel<detail::TileErrors, G, F>;
+  detail::launch(kernel, mask.visits(), detail::block_threads, stream, detail::DeviceMask(mask),
+                 detail::DeviceMask(before), errors.data(), gradient.data(), state.data(), payload.data(),
+                 moments.data(), rule, &scalars);
 }
 
 template <class F>

@@ -21,44 +21,74 @@ namespace scape::inline v0 {
 
 namespace detail {
 
-template <class G, class F>
-SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, const G* gradient, float* state, const MaskWord* was,
-                                     const MaskWord* is, float* payload, float* moments, float scale, F rule) {
-  gradient += tile.element;
+// What a tile's gradient is, scaled, at the `place`-th element of the word that begins at `first`.
+template <class G>
+struct TileGradient {
+  const G* values;
+  float scale;
+
+  void load(std::size_t, std::size_t, MaskWord) {}
+  float operator()(std::size_t first, std::size_t place) const {
+    return multiply(static_cast<float>(values[first + place]), scale);
+  }
+};
+// The same with the errors of the elements that were kept, which are next to each other: load() goes from word to word.
+template <class G>
+struct TileGradientAndErrors {
+  TileGradient<G> gradient;
+  const float* errors;
+  float sums[word_bits] = {};
+
+  void load(std::size_t first, std::size_t count, MaskWord was) {
+    for (std::size_t i = 0; i < count; ++i) sums[i] = gradient(first, i);
+    if (was == ~MaskWord{0}) {
+      for (std::size_t i = 0; i < word_bits; ++i) sums[i] = add(sums[i], errors[i]);
+      errors += word_bits;
+    } else {
+      for (; was != 0; was &= was - 1) {
+        float& sum = sums[std::countr_zero(was)];
+        sum = add(sum, *errors++);
+      }
+    }
+  }
+  float operator()(std::size_t, std::size_t place) const { return sums[place]; }
+};
+
+template <class Gradient, class F>
+SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, Gradient gradient, float* state, const MaskWord* was,
+                                     const MaskWord* is, float* payload, float* moments, F rule) {
   state += tile.element;
   was += tile.bit / word_bits;
   is += tile.bit / word_bits;
-  const auto kept = [=](std::size_t i, std::size_t position, bool was_kept) {
-    const float g = multiply(static_cast<float>(gradient[i]), scale);
-    payload[position] = rule.payload(g, state[i], was_kept);
-    if constexpr (requires { rule.moment(state[i], was_kept); }) moments[position] = rule.moment(state[i], was_kept);
+  const auto kept = [&](std::size_t first, std::size_t place, std::size_t position, bool was_kept) {
+    const float a = state[first + place];
+    payload[position] = rule.payload(gradient(first, place), a, was_kept);
+    if constexpr (requires { rule.moment(a, was_kept); }) moments[position] = rule.moment(a, was_kept);
   };
   std::size_t position = 0;
   std::size_t first = 0;
   for (; first + word_bits <= tile.count; first += word_bits, ++was, ++is) {
     const MaskWord before = *was, now = *is;
+    gradient.load(first, word_bits, before);
     if (now == ~MaskWord{0}) {
       SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < word_bits; ++i) kept(first + i, position + i, before >> i & 1);
+      for (std::size_t i = 0; i < word_bits; ++i) kept(first, i, position + i, before >> i & 1);
       position += word_bits;
     } else {
       for (MaskWord bits = now; bits != 0; bits &= bits - 1) {
-        const int i = std::countr_zero(bits);
-        kept(first + static_cast<std::size_t>(i), position++, before >> i & 1);
+        const std::size_t i = static_cast<std::size_t>(std::countr_zero(bits));
+        kept(first, i, position++, before >> i & 1);
       }
     }
     SCAPE_INDEPENDENT_ITERATIONS
-    for (std::size_t i = 0; i < word_bits; ++i) {
-      const float g = multiply(static_cast<float>(gradient[first + i]), scale);
-      state[first + i] = rule.state(g, state[first + i], before >> i & 1, now >> i & 1);
-    }
+    for (std::size_t i = 0; i < word_bits; ++i)
+      state[first + i] = rule.state(gradient(first, i), state[first + i], before >> i & 1, now >> i & 1);
   }
-  for (; first < tile.count; ++first) {
-    const std::size_t i = first % word_bits;
+  if (first < tile.count) gradient.load(first, tile.count - first, *was);
+  for (std::size_t i = 0; first + i < tile.count; ++i) {
     const bool was_kept = *was >> i & 1, is_kept = *is >> i & 1;
-    if (is_kept) kept(first, position++, was_kept);
-    const float g = multiply(static_cast<float>(gradient[first]), scale);
-    state[first] = rule.state(g, state[first], was_kept, is_kept);
+    if (is_kept) kept(first, i, position++, was_kept);
+    state[first + i] = rule.state(gradient(first, i), state[first + i], was_kept, is_kept);
   }
 }
 
@@ -153,19 +183,27 @@ void transform(StepScalars& scalars, F f, const HostStream& stream) {
 ///   state[i] = rule.state(g, a, was_kept, is_kept)
 /// and for every kept one, at its payload position p
 ///   payload[p] = rule.payload(g, a, was_kept), moments[p] = rule.moment(a, was_kept)
-/// (the last only where the rule has that member), with was_kept from `before`'s words, is_kept from `mask`.
+/// (the last only where the rule has that member), with was_kept from `before`, is_kept from `mask`. `errors`, where it
+/// is not empty, is what payloads have rounded away at `before`, by its positions, and is added to g.
 /// Reads gradient and state once and writes state once.
 template <class G, class F>
-void accumulate_gradient(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before,
-                         MaskView mask, std::span<float> payload, std::span<float> moments, F rule,
-                         const StepScalars& scalars, const HostStream& stream) {
-  stream.enqueue([=, &scalars, &pool = stream.pool()] {
-    const float scale = scalars.gradient_scale;
+void accumulate_gradient(std::span<const G> gradient, std::span<float> state, MaskView before,
+                         std::span<const float> errors, MaskView mask, std::span<float> payload,
+                         std::span<float> moments, F rule, const StepScalars& scalars, const HostStream& stream) {
+  stream.enqueue([=, &scalars, &pool = stream.pool(), was = before.words, places = before.offsets] {
     pool.run(mask.visits(), [&](std::size_t visit) {
       const std::size_t i = mask.visited(visit), offset = mask.offsets[i];
+      const Tile& tile = mask.plan.tiles[i];
       float* const tile_moments = moments.empty() ? nullptr : moments.data() + offset;
-      detail::accumulate_tile(mask.plan.tiles[i], gradient.data(), state.data(), before.data(), mask.words.data(),
-                              payload.data() + offset, tile_moments, scale, rule);
+      const auto accumulate = [&](auto of_tile) {
+        detail::accumulate_tile(tile, of_tile, state.data(), was.data(), mask.words.data(), payload.data() + offset,
+                                tile_moments, rule);
+      };
+      const detail::TileGradient<G> of_tile{gradient.data() + tile.element, scalars.gradient_scale};
+      if (errors.empty())
+        accumulate(of_tile);
+      else
+        accumulate(detail::TileGradientAndErrors<G>{of_tile, errors.data() + places[i]});
     });
   });
 }

@@ -643,5 +643,6 @@ class MpiCommunicator {
   std::uint64_t bytes_sent_ = 0;
 };
 static_assert(UnevenCommunicator<MpiCommunicator, HostStream>);
+static_assert(AllToAllCommunicator<MpiCommunicator, HostStream>);
 
 }  // namespace scape::inline v0

@@ -84,6 +84,22 @@ class NcclCommunicator {
     check(ncclGroupEnd(), "ncclGroupEnd");
   }
 
+  /// A send to every rank and a receive from it, in one group.
+  void all_to_all(std::span<const MaskWord> in, std::span<MaskWord> out, const CudaStream& stream) {
+    expects(in.size() % ranks() == 0, "in.size()", in.size(), "must be a multiple of size(), ", ranks());
+    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    const std::size_t part = in.size() / ranks();
+    bytes_sent_ += others(part * sizeof(MaskWord));
+    if (part == 0) return;
+    check(ncclGroupStart(), "ncclGroupStart");
+    for (int peer = 0; peer < size_; ++peer) {
+      const std::size_t begin = static_cast<std::size_t>(peer) * part;
+      check(ncclSend(in.data() + begin, part, ncclUint32, peer, communicator_, stream.handle()), "ncclSend");
+      check(ncclRecv(out.data() + begin, part, ncclUint32, peer, communicator_, stream.handle()), "ncclRecv");
+    }
+    check(ncclGroupEnd(), "ncclGroupEnd");
+  }
+
  private:
   template <class T>
   void all_reduce(std::span<const T> in, std::span<T> out, ncclDataType_t type, const CudaStream& stream) {
@@ -114,5 +130,6 @@ class NcclCommunicator {
   std::uint64_t bytes_sent_ = 0;
 };
 static_assert(UnevenCommunicator<NcclCommunicator, CudaStream>);
+static_assert(AllToAllCommunicator<NcclCommunicator, CudaStream>);
 
 }  // namespace scape::inline v0
