@@ -211,6 +211,61 @@ TEST_CASE_TEMPLATE("overlap: with sharded masters, the replicated run's paramete
   });
 }
 
+TEST_CASE_TEMPLATE("overlap: parameters sharded too, and gradients that pass", Rank, SCAPE_RANKS) {
+  using scape::bfloat16;
+  for_rules([]<class Rule>(const Rule& rule) {
+    for (const int ranks : {1, 2, 3})
+      for (const auto payload : {scape::PayloadFormat::float32, scape::PayloadFormat::bfloat16}) {
+        if (few && ranks != 2) continue;
+        if (!Rule::follows_others && payload != scape::PayloadFormat::float32) continue;  // replicas get rounded means
+        CAPTURE(ranks);
+        const scape::BucketLayout buckets({{100, false, true, 1},
+                                           {33, true, true, 1},
+                                           {9000, false, false, 0},
+                                           {64, false, true, 3},
+                                           {5, true, false, 3}},
+                                          ranks);
+        const OwnLayout layout({buckets.segments().begin(), buckets.segments().end()}, ranks);
+        const Problem problem = random_problem(
+            layout, {.weight_decay = 0.1f, .density = 0.1, .density_warmup = 3, .payload = payload, .adds = true}, 6);
+        const History expected = train<Rank>(problem, rule);
+        Rank::run(ranks, [&](Rank& rank) {
+          const std::size_t me = static_cast<std::size_t>(rank.rank());
+          const auto masters = rank.backend.array(problem.parameters);
+          scape::AdamS optimizer(problem.layout, rank.communicator, rank.memory, rank.compute, rank.side,
+                                 problem.options, rule, scape::FullySharded<bfloat16>{});
+          const auto own = rank.backend.array(std::vector<bfloat16>(optimizer.masters().size()));
+          optimizer.load_masters(masters.span(), rank.compute);
+          for (std::size_t i = 0; i < problem.gradients.size(); ++i) {
+            const Floats& gradient = problem.gradients[i][me];
+            auto step = optimizer.template begin_step<float>(rank.compute);
+            for (const std::size_t bucket : order_of(4, i)) {
+              Floats part;
+              for (const scape::Segment& segment : layout.list)
+                if (segment.bucket == bucket)
+                  part.insert(part.end(), gradient.begin() + static_cast<std::ptrdiff_t>(segment.begin),
+                              gradient.begin() + static_cast<std::ptrdiff_t>(segment.begin + segment.count));
+              const auto passing = rank.backend.array(part);
+              step.add(bucket, passing.span());
+              scape::fill_values(passing.span(), 1e30f, rank.compute);
+              rank.compute.synchronize();
+            }
+            step.finish(own.span());
+            rank.compute.synchronize();
+            const std::vector<bfloat16> parameters = rank.backend.read(own);
+            const scape::MaskPlan& plan = optimizer.plan();
+            std::size_t wrong = 0;
+            for (std::size_t t = plan.first_tile(rank.rank()); t < plan.first_tile(rank.rank() + 1); ++t)
+              for (std::size_t j = 0; j < plan.tiles()[t].count; ++j)
+                wrong += parameters[plan.tiles()[t].own + j] !=
+                         bfloat16(expected[i][me].parameters[plan.tiles()[t].element + j]);
+            CHECK(wrong == 0);
+          }
+        });
+      }
+  });
+}
+
 TEST_CASE_TEMPLATE("overlap: a bucket's payload leaves when it is added", Rank, SCAPE_RANKS) {
   for_rules([](const auto& rule) {
     const OwnLayout layout = in_buckets(2);
@@ -243,6 +298,16 @@ TEST_CASE_TEMPLATE("overlap: calls that cannot be served are named", Rank, SCAPE
     };
     CHECK(begin({.density = 0.1, .delay = 0}, ScapeRule{}) ==
           "options.delay is 0: must be at least 1 for begin_step()");
+    const auto begin_passing = [&](const AdamSOptions& options, const auto& rule) {
+      Session session(rank, layout, options, rule, Floats(layout.size()));
+      return refused([&] { session.optimizer.template begin_step<float>(rank.compute); });
+    };
+    CHECK(begin_passing({.density = 0.1, .density_warmup = 2}, ClockRule{}) ==
+          "options.adds is 0: must be true for gradients that pass");
+    CHECK(
+        begin_passing({.density = 0.1}, ScapeRule{}) ==
+        "options.density_warmup is 0: must be at least 1 for gradients that pass, since the first mask would need them "
+        "all");
     CHECK(begin({.clip_norm = 1, .density = 0.1}, ClockRule{}) ==
           "options.clip_norm is 1: must be 0 for begin_step() with this rule");
 
@@ -264,11 +329,27 @@ TEST_CASE_TEMPLATE("overlap: calls that cannot be served are named", Rank, SCAPE
       CHECK(refused([&] { optimizer.add(gradient.span(), rank.compute); }) == under_way);
       CHECK(refused([&] { optimizer.begin_step(gradient.span(), rank.compute); }) == under_way);
       step.finish(session.parameters());
-      CHECK(refused([&] { step.finish(session.parameters()); }) == "finish is called twice: begin another step");
-      CHECK(refused([&] { step.add(0); }) == "add is called after finish(): begin another step");
+      CHECK(refused([&] { step.finish(session.parameters()); }) == "the step is finished: begin another one");
+      CHECK(refused([&] { step.add(0); }) == "the step is finished: begin another one");
     }
     optimizer.step(gradient.span(), session.parameters(), rank.compute);
-    optimizer.begin_step(gradient.span(), rank.compute);
+    {
+      auto step = optimizer.begin_step(gradient.span(), rank.compute);
+      CHECK(refused([&] { step.add(0, gradient.span()); }) ==
+            "gradients is given: begin_step() was given the array: add(bucket)");
+      for (const std::size_t bucket : {0u, 1u, 2u, 3u, 4u}) step.add(bucket);
+      step.finish(session.parameters());
+    }
+    {
+      auto step = optimizer.template begin_step<float>(rank.compute);
+      CHECK(refused([&] { step.add(4); }) ==
+            "gradients is not given: begin_step() was given no array: add(bucket, gradients)");
+      CHECK(refused([&] { step.add(5, gradient.span()); }) == "bucket is 5: must be below the layout's buckets, 5");
+      CHECK(refused([&] { step.add(0, gradient.span()); }) ==
+            "bucket is 0: has segments that do not follow one another");
+      CHECK(refused([&] { step.add(4, gradient.span()); }) == "gradients.size() is 5726: must be the bucket's, 31");
+      step.add(4, gradient.span().first(31));
+    }
     CHECK(thrown_by<scape::Error>([&] { optimizer.step(gradient.span(), session.parameters(), rank.compute); }) ==
           "an earlier step failed halfway: the optimizer's state is no longer valid");
     rank.compute.synchronize();

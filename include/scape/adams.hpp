@@ -82,7 +82,8 @@ struct Values {
 // Adds the gradient of a rank's own elements up, as they lie in the mask.
 template <class G>
 struct SumUp {
-  const Tile* tiles;
+  const Tile* tiles;  // the rank's, from first_tile on
+  std::size_t first_tile;
   float* sums;
   std::size_t first_bit;
   ScaledGradient<G> gradient;
@@ -93,6 +94,18 @@ struct SumUp {
     if (place >= tile.count) return;
     float& sum = sums[tile.bit + place - first_bit];
     sum = add(first ? 0.0f : sum, gradient(tile.element + place));
+  }
+};
+// The same in chosen tiles, of which the dense ones have no place among the sums.
+template <class G>
+struct SumUpInTiles {
+  const Tile* tiles;
+  const std::uint32_t* chosen;
+  std::size_t end_bit;
+  SumUp<G> sum;
+  SCAPE_HOST_DEVICE void operator()(std::size_t i) const {
+    const std::size_t tile = chosen[i / tile_bits];
+    if (tiles[tile].bit < end_bit) sum((tile - sum.first_tile) * tile_bits + i % tile_bits);
   }
 };
 struct Merge {
@@ -152,9 +165,9 @@ class AdamS {
         masks_(plan_, tables_.view(), communicator.rank(), mask_options(), memory, compute),
         masker_(plan_, tables_.view(), communicator.rank()),
         store_(plan_.size(), memory, compute),
-        reducer_(payload_capacity(), options.payload, communicator.size(), memory),
+        reducer_(payload_capacity(), options.payload, communicator.size(), memory, plan_.buckets() > 1),
         rule_(rule, options, plan_.own_elements(communicator.rank()), reducer_.capacity(), memory, compute),
-        masters_(plan_, tables_.view(), communicator.rank(), reducer_.capacity(), memory),
+        masters_(plan_, tables_.view(), communicator.rank(), H::replicates ? reducer_.capacity() : 0, memory),
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
         sums_(R::scores_gradient && options.adds
                   ? plan_.part_words()[static_cast<std::size_t>(communicator.rank())] * word_bits
@@ -231,10 +244,18 @@ class AdamS {
     has_masters_ = true;
   }
 
+  /// The same of the rank's own elements alone, as masters() has them.
+  void load_own_masters(std::span<const float> own, const S& compute) requires(H::sharded) {
+    expects(own.size() == masters().size(), "own.size()", own.size(), "must be the rank's own elements, ",
+            masters().size());
+    masters_.load_own(own, compute);
+    has_masters_ = true;
+  }
+
   /// Sharded only: makes every rank's parameters equal to their rounded masters. With rule `clock` they always are;
   /// with `scape` weight decay moves masters off the mask too: docs/algorithm.md, "Sharded". Collective; for once in a
   /// while.
-  void synchronize_parameters(std::span<Parameter> parameters, const S& compute) requires(H::sharded) {
+  void synchronize_parameters(std::span<Parameter> parameters, const S& compute) requires(H::sharded&& H::replicates) {
     check_parameters(parameters);
     masters_.synchronize(parameters, communicator_, compute, side_);
   }
@@ -300,14 +321,24 @@ class AdamS {
     /// The bucket's gradients are in place as far as compute has been given work: accumulates them and starts the
     /// reduction of what they leave at the mask. Every bucket once, in any order that is the same on all ranks.
     void add(std::size_t bucket) {
-      expects(optimizer_ != nullptr, "add", "called after finish()", "begin another step");
+      check();
+      expects(!optimizer_->passing_, "gradients", "not given",
+              "begin_step() was given no array: add(bucket, gradients)");
       optimizer_->add_bucket(bucket, gradients_, compute_);
+    }
+
+    /// The same of a step that has no array: the bucket's gradients alone, which may be overwritten when compute has
+    /// passed. The bucket's segments must follow one another in the layout.
+    void add(std::size_t bucket, std::span<const G> gradients) {
+      check();
+      expects(optimizer_->passing_, "gradients", "given", "begin_step() was given the array: add(bucket)");
+      optimizer_->add_bucket(bucket, optimizer_->as_whole(bucket, gradients), compute_);
     }
 
     /// The rest of the step, when all buckets have been added. The same bits as step(), where the communicator's sum
     /// does not depend on how a payload is cut: the order of ranks (threads, MPI) does not, NCCL's may.
     void finish(std::span<Parameter> parameters) {
-      expects(optimizer_ != nullptr, "finish", "called twice", "begin another step");
+      check();
       optimizer_->finish_step(gradients_, parameters, compute_, report_);
       optimizer_ = nullptr;
     }
@@ -317,6 +348,8 @@ class AdamS {
     OverlappedStep(AdamS& optimizer, std::span<const G> gradients, const S& compute, StepReport* report)
         : optimizer_(&optimizer), gradients_(gradients), compute_(compute), report_(report) {}
 
+    void check() const { expects(optimizer_ != nullptr, "the step", "finished", "begin another one"); }
+
     AdamS* optimizer_;
     std::span<const G> gradients_;
     S compute_;
@@ -325,26 +358,28 @@ class AdamS {
 
   /// Begins such a step, at the rate that holds now, where compute is: before backward writes its first gradient into
   /// the array, which must stay until compute has passed the step. The first step of all waits for the whole gradient
-  /// unless its mask is dense; so does, with a payload of low precision, one whose density is new. May follow add().
+  /// unless its mask is dense. May follow add().
   /// Needs a delay of at least 1, and no clip_norm where the rule clips the local gradient. With a report: finish()
   /// waits for the step and fills it.
   template <std::ranges::contiguous_range G>
   auto begin_step(const G& gradients, const S& compute, StepReport* report = nullptr) {
     const auto values = checked(gradients, "gradients");
-    expects(options_.delay >= 1, "options.delay", options_.delay, "must be at least 1 for begin_step()");
-    expects(!clips_gradient(), "options.clip_norm", options_.clip_norm, "must be 0 for begin_step() with this rule");
-    expects(!H::sharded || has_masters_, "masters", "not loaded", "call load_masters() before the first step");
-    enqueue_whole(compute, [&] {
-      open(values, compute, report);
-      selects_first_ = masks_.draft_first();
-      if (!selects_first_) reach_mask(compute, report);
-      // Errors lie at positions of the last payload: a bucket may go over them when it takes the same.
-      sends_late_ =
-          selects_first_ || (options_.payload != PayloadFormat::float32 && masks_.density() != density_before_);
-    });
-    std::fill(added_.begin(), added_.end(), false);
-    under_way_ = true;
+    begin_overlapped(values, compute, report);
+    passing_ = false;
     return OverlappedStep<typename decltype(values)::value_type>(*this, values, compute, report);
+  }
+
+  /// The same where there is never a whole gradient: add() brings each bucket's, of type G. Not for the first step,
+  /// unless its mask is dense, as a density warm-up makes it; with rule `clock` needs the option `adds`.
+  template <GradientType G>
+  OverlappedStep<G> begin_step(const S& compute, StepReport* report = nullptr) {
+    expects(!R::scores_gradient || options_.adds, "options.adds", options_.adds,
+            "must be true for gradients that pass");
+    expects(!masks_.draft_first(), "options.density_warmup", options_.density_warmup,
+            "must be at least 1 for gradients that pass, since the first mask would need them all");
+    begin_overlapped(std::span<const G>(), compute, report);
+    passing_ = true;
+    return OverlappedStep<G>(*this, {}, compute, report);
   }
 
   /// Steps made.
@@ -404,8 +439,12 @@ class AdamS {
     return values;
   }
   void check_parameters(std::span<Parameter> parameters) const {
-    expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(), "must be the layout's size, ",
-            plan_.size());
+    if constexpr (H::replicates)
+      expects(parameters.size() == plan_.size(), "parameters.size()", parameters.size(), "must be the layout's size, ",
+              plan_.size());
+    else
+      expects(parameters.size() == masters().size(), "parameters.size()", parameters.size(),
+              "must be the rank's own elements, ", masters().size());
     expects(!H::sharded || has_masters_, "masters", "not loaded", "call load_masters() before the first step");
   }
 
@@ -476,6 +515,7 @@ class AdamS {
         padded_for_ = masks_.density();
       }
     }
+    errors_before_ = reducer_.errors(masks_.previous());
     clock_.lap(&StepReport::Seconds::mask_wait, compute);
     if (report == nullptr) return;
     *report = {};
@@ -505,7 +545,7 @@ class AdamS {
     clock_.lap(&StepReport::Seconds::update, compute);
     if (rule_.selects_after_update()) draft(gradients, mask, compute);
     clock_.lap(&StepReport::Seconds::select, compute);
-    if constexpr (H::sharded) masters_.receive(mask, parameters, compute);
+    if constexpr (H::sharded && H::replicates) masters_.receive(mask, parameters, compute);
     clock_.lap(&StepReport::Seconds::parameter_wait, compute);
     if (!masks_.draft_next()) compare({});
     density_before_ = masks_.density();
@@ -525,13 +565,45 @@ class AdamS {
   // ---- A step in buckets
 
   template <class G>
+  void begin_overlapped(std::span<const G> gradients, const S& compute, StepReport* report) {
+    expects(options_.delay >= 1, "options.delay", options_.delay, "must be at least 1 for begin_step()");
+    expects(!clips_gradient(), "options.clip_norm", options_.clip_norm, "must be 0 for begin_step() with this rule");
+    expects(!H::sharded || has_masters_, "masters", "not loaded", "call load_masters() before the first step");
+    enqueue_whole(compute, [&] {
+      open(gradients, compute, report);
+      selects_first_ = masks_.draft_first();
+      if (selects_first_) return;
+      reach_mask(compute, report);
+      if (added_.size() > 1) errors_before_ = reducer_.keep_errors(masks_.previous(), compute);
+    });
+    std::fill(added_.begin(), added_.end(), false);
+    under_way_ = true;
+  }
+
+  // One bucket's gradients, so that elements index them.
+  template <class G>
+  std::span<const G> as_whole(std::size_t bucket, std::span<const G> gradients) const {
+    expects(bucket < added_.size(), "bucket", bucket, "must be below the layout's buckets, ", added_.size());
+    std::size_t begin = 0, end = 0;
+    for (const Segment& segment : plan_.segments()) {
+      if (segment.bucket != bucket || segment.count == 0) continue;
+      if (end == 0) begin = end = segment.begin;
+      expects(segment.begin == end, "bucket", bucket, "has segments that do not follow one another");
+      end += segment.count;
+    }
+    expects(gradients.size() == end - begin, "gradients.size()", gradients.size(), "must be the bucket's, ",
+            end - begin);
+    return {gradients.data() - begin, plan_.size()};
+  }
+
+  template <class G>
   void add_bucket(std::size_t bucket, std::span<const G> gradients, const S& compute) {
     expects(bucket < added_.size(), "bucket", bucket, "must be below the layout's buckets, ", added_.size());
     expects(!added_[bucket], "bucket", bucket, "has been added already");
     guard(compute, [&] {
       added_[bucket] = true;
       order_.add(std::uint64_t{bucket});
-      if (sends_late_ || plan_.tiles().empty()) return;
+      if (selects_first_ || plan_.tiles().empty()) return;
       clock_.mark(compute);
       MaskView mask = masks_.current();
       const PayloadPart& part = mask.parts[bucket];
@@ -540,6 +612,7 @@ class AdamS {
         if (tiles.empty()) return;
         mask = mask.only(tiles);
       }
+      if (passing_) sum_up(gradients, bucket, compute);
       accumulate(gradients, mask, compute);
       clock_.lap(&StepReport::Seconds::accumulate, compute);
       if (clock_.runs()) note_overlap(mask, compute);
@@ -555,20 +628,18 @@ class AdamS {
     expects(missing == added_.end(), "bucket", missing - added_.begin(), "has not been added");
     guard(compute, [&] {
       clock_.mark(compute);
-      if (selects_first_) {
+      if (selects_first_)
         take(gradients, compute, report);
-      } else {
-        if (micro_batches_ != 0) sum_up(gradients, compute);
-        if (sends_late_) send(gradients, compute);
-      }
+      else if (micro_batches_ != 0 && !passing_)
+        sum_up(gradients, compute);
       complete(gradients, parameters, compute, report);
     });
-    under_way_ = false;
+    under_way_ = passing_ = false;
   }
 
   void abandon() noexcept {
     broken_ = true;
-    under_way_ = false;
+    under_way_ = passing_ = false;
   }
 
   // Where the step must make its own mask, which is the first step only, nothing is known of it yet.
@@ -593,8 +664,8 @@ class AdamS {
     if (at_mask_)
       store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
     else
-      store_.accumulate(gradients, masks_.previous(), reducer_.errors(masks_.previous()), mask, payload,
-                        rule_.set_aside(), rule_.accumulation(), scalars(), compute);
+      store_.accumulate(gradients, masks_.previous(), errors_before_, mask, payload, rule_.set_aside(),
+                        rule_.accumulation(), scalars(), compute);
   }
 
   template <class G>
@@ -602,20 +673,35 @@ class AdamS {
     const int rank = communicator_.rank();
     const auto tiles =
         tables_.view().tiles.subspan(plan_.first_tile(rank), plan_.first_dense_tile(rank) - plan_.first_tile(rank));
+    if (sums_.size() != 0) for_each(tiles.size() * tile_bits, sum_of(gradients), compute);
+  }
+  template <class G>
+  void sum_up(std::span<const G> gradients, std::size_t bucket, const S& compute) {
+    if (added_.size() == 1) return sum_up(gradients, compute);
+    const int rank = communicator_.rank();
+    const auto chosen = plan_.bucket_tiles(tables_.view(), bucket, rank);
+    const std::size_t end = plan_.part_begin(rank) + plan_.part_words()[static_cast<std::size_t>(rank)];
     if (sums_.size() != 0)
-      for_each(tiles.size() * tile_bits,
-               detail::SumUp<G>{tiles.data(),
-                                sums_.span().data(),
-                                plan_.part_begin(rank) * word_bits,
-                                {gradients.data(), &scalars()},
-                                micro_batches_ == 0},
+      for_each(chosen.size() * tile_bits,
+               detail::SumUpInTiles<G>{tables_.view().tiles.data(), chosen.data(), end * word_bits, sum_of(gradients)},
                compute);
+  }
+  template <class G>
+  detail::SumUp<G> sum_of(std::span<const G> gradients) const {
+    const int rank = communicator_.rank();
+    const std::size_t first = plan_.first_tile(rank);
+    return {tables_.view().tiles.data() + first,
+            first,
+            sums_.span().data(),
+            plan_.part_begin(rank) * word_bits,
+            {gradients.data(), &scalars()},
+            micro_batches_ == 0};
   }
 
   // f(gradient) with the gradient that scores see.
   template <class G, class F>
   void with_gradient(std::span<const G> gradients, F f) {
-    if (micro_batches_ != 0 && sums_.size() != 0)
+    if ((micro_batches_ != 0 || passing_) && sums_.size() != 0)
       f(SummedGradient{sums_.span().data(), plan_.part_begin(communicator_.rank()) * word_bits});
     else
       f(ScaledGradient<G>{gradients.data(), &scalars()});
@@ -661,6 +747,10 @@ class AdamS {
       if constexpr (R::follows_others)
         for (const MaskView& others : {mask.part(0, first), mask.part(last, mask.plan.tiles.size())})
           for_each_kept(others, rule_.follow(store_.values(), payload, scalars()), compute);
+      if constexpr (!H::replicates) {
+        masters_.round(parameters, compute);
+        return 0;
+      }
       const std::uint64_t before = communicator_.bytes_sent();
       masters_.send(mask, parameters, scalars(), communicator_, compute, side_);
       return communicator_.bytes_sent() - before;
@@ -828,9 +918,11 @@ class AdamS {
   Fingerprint order_;                                                           // of its buckets
   double density_before_ = 0, padded_for_ = -1;  // of the masks of the last step, and for which the payload is padded
   bool has_masters_ = false;
-  std::size_t micro_batches_ = 0;                    // of the step that has begun
-  bool at_mask_ = false;                             // whether they are in the payload
-  bool selects_first_ = false, sends_late_ = false;  // whether buckets can only wait until the last is there
+  std::size_t micro_batches_ = 0;         // of the step that has begun
+  bool at_mask_ = false;                  // whether they are in the payload
+  std::span<const float> errors_before_;  // at the previous mask
+  bool selects_first_ = false;            // whether buckets can only wait until the last is there
+  bool passing_ = false;                  // whether a step in buckets sees each one's gradients once only
   bool rates_are_new_ = true, broken_ = false, under_way_ = false;
   int exceptions_ = std::uncaught_exceptions();
   std::array<StepScalars, 1> host_scalars_;

@@ -151,6 +151,11 @@ class MaskPlan {
     const std::size_t ranks = static_cast<std::size_t>(ranks_), begin = payload_runs_[bucket * ranks];
     return tables.payload_order.subspan(begin, payload_runs_[(bucket + 1) * ranks] - begin);
   }
+  /// Those of one owner.
+  std::span<const std::uint32_t> bucket_tiles(PlanView tables, std::size_t bucket, int rank) const noexcept {
+    const std::size_t run = bucket * static_cast<std::size_t>(ranks_) + static_cast<std::size_t>(rank);
+    return tables.payload_order.subspan(payload_runs_[run], payload_runs_[run + 1] - payload_runs_[run]);
+  }
 
   /// The tables as host memory; they live as long as the plan.
   PlanView view() const noexcept { return {tiles_, segments_, first_tile_, payload_order_, payload_runs_}; }

@@ -16,7 +16,7 @@ namespace scape::inline v0 {
 
 /// Every rank keeps all parameters, in float32, and updates them alike: for AdamS, the default.
 struct Replicated {
-  static constexpr bool sharded = false;
+  static constexpr bool sharded = false, replicates = true;
   using Parameter = float;
 };
 
@@ -26,7 +26,17 @@ struct Replicated {
 template <class P>
 struct Sharded {
   static_assert(std::is_trivially_copyable_v<P> && (sizeof(P) == 2 || sizeof(P) == 4));
-  static constexpr bool sharded = true;
+  static constexpr bool sharded = true, replicates = true;
+  using Parameter = P;
+};
+
+/// As ZeRO-3 and FSDP: parameters, too, are kept by their owner alone. A step's `parameters` are the rank's own, as
+/// Tile::own places them: with a BucketLayout one run of each bucket after the other, padded to 32 elements. They are
+/// the rounded masters after every step; gathering them for forward and backward is the trainer's. docs/fsdp.md.
+template <class P>
+struct FullySharded {
+  static_assert(std::is_trivially_copyable_v<P> && (sizeof(P) == 2 || sizeof(P) == 4));
+  static constexpr bool sharded = true, replicates = false;
   using Parameter = P;
 };
 
@@ -105,7 +115,8 @@ struct RoundKept {
 
 /// The masters of a rank's own elements, and the exchange by which every rank's parameters follow them.
 ///
-/// Owns 4 bytes for each element that the rank owns, and sizeof(P) for each element of the largest payload. Work on
+/// Owns 4 bytes for each element that the rank owns, and sizeof(P) for each element of the largest payload; 0 of those
+/// where parameters are sharded too. Work on
 /// masters and parameters is on compute, what travels on side, behind what compute has been given.
 template <class P, Stream S, MemoryResource M>
 class MasterStore {
@@ -115,7 +126,7 @@ class MasterStore {
         tables_(tables),
         rank_(static_cast<std::size_t>(rank)),
         masters_(plan.own_elements(rank), memory),
-        values_(std::max(payload, 2 * static_cast<std::size_t>(plan.ranks())), memory) {}
+        values_(payload == 0 ? 0 : std::max(payload, 2 * static_cast<std::size_t>(plan.ranks())), memory) {}
 
   std::span<float> masters() const noexcept { return masters_.span(); }
   std::size_t state_bytes() const noexcept { return masters_.bytes(); }
@@ -128,6 +139,14 @@ class MasterStore {
     const auto tiles = tiles_of(rank_);
     for_each(tiles.size() * tile_bits, detail::LoadMasters<T>{tiles.data(), values.data(), masters_.span().data()},
              compute);
+  }
+
+  /// The masters become `own`, which lie as they do.
+  void load_own(std::span<const float> own, const S& compute) const { copy_values(own, masters_.span(), compute); }
+
+  /// Rounds all masters, into parameters that lie as they do.
+  void round(std::span<P> own, const S& compute) const {
+    for_each(own.size(), detail::RoundMasters<P>{masters_.span().data(), own.data(), own.size()}, compute);
   }
 
   /// Rounds the kept masters, into this rank's parameters, and starts their way to the other ranks. Sends

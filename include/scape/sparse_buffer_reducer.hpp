@@ -55,12 +55,14 @@ class SparseBufferReducer {
       : SparseBufferReducer(capacity, PayloadFormat::float32, 1, memory) {}
   /// The stream only tells the type.
   SparseBufferReducer(std::size_t capacity, M& memory, const S&) : SparseBufferReducer(capacity, memory) {}
-  /// For a communicator of so many ranks; float32 goes with any.
-  SparseBufferReducer(std::size_t capacity, PayloadFormat format, int ranks, M& memory)
+  /// For a communicator of so many ranks; float32 goes with any. `keeps_errors`: 4 bytes a value more, for
+  /// keep_errors().
+  SparseBufferReducer(std::size_t capacity, PayloadFormat format, int ranks, M& memory, bool keeps_errors = false)
       : format_(format),
         ranks_(count_of(ranks)),
         payload_(capacity, memory),
         errors_(format == PayloadFormat::float32 ? 0 : capacity, memory),
+        kept_errors_(keeps_errors ? errors_.size() : 0, memory),
         sent_(errors_.size() == 0 ? 0 : ranks_ * slice_words(capacity), memory),
         received_(sent_.size(), memory) {}
 
@@ -68,7 +70,9 @@ class SparseBufferReducer {
   PayloadFormat format() const noexcept { return format_; }
   /// Bytes that are kept from one collective to the next: the errors.
   std::size_t state_bytes() const noexcept { return errors_.bytes(); }
-  std::size_t workspace_bytes() const noexcept { return payload_.bytes() + sent_.bytes() + received_.bytes(); }
+  std::size_t workspace_bytes() const noexcept {
+    return payload_.bytes() + kept_errors_.bytes() + sent_.bytes() + received_.bytes();
+  }
 
   /// The mask's part of the payload.
   std::span<float> payload(MaskView mask) const {
@@ -83,6 +87,14 @@ class SparseBufferReducer {
   /// to the next collective, for the mask that was reduced.
   std::span<const float> errors(MaskView mask) const {
     return errors_.span().first(format_ == PayloadFormat::float32 ? 0 : payload(mask).size());
+  }
+
+  /// A copy of them, which the next collectives leave alone: parts of another mask's payload may lie over them.
+  std::span<const float> keep_errors(MaskView mask, const S& compute) const {
+    const std::span<const float> errors = this->errors(mask);
+    expects(errors.size() <= kept_errors_.size(), "keeps_errors", false, "must be true for keep_errors()");
+    copy_values(errors, kept_errors_.span().first(errors.size()), compute);
+    return kept_errors_.span().first(errors.size());
   }
 
   /// payload[p] = values[element] for every kept element.
@@ -221,7 +233,7 @@ class SparseBufferReducer {
 
   PayloadFormat format_;
   std::size_t ranks_;
-  Buffer<float, M> payload_, errors_;
+  Buffer<float, M> payload_, errors_, kept_errors_;
   Buffer<MaskWord, M> sent_, received_;
   typename S::Event gathered_, reduced_;
 };
