@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <exception>
 #include <latch>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -77,4 +78,26 @@ struct ThreadRank {
 template <class F>
 void run_ranks(int ranks, F body, int threads = 1) {
   SCAPE_RANKS::run(ranks, body, threads);
+}
+
+/// What body(rank) threw as Exception, "" for nothing, by rank: of all ranks where they are threads, of its own where
+/// they are processes. Streams that have failed too are no news.
+template <class Rank, class Exception = scape::Error, class F>
+std::map<int, std::string> thrown_by_ranks(int ranks, F body) {
+  std::mutex mutex;
+  std::map<int, std::string> texts;
+  try {
+    Rank::run(ranks, [&](Rank& rank) {
+      std::string text;
+      try {
+        body(rank);
+      } catch (const Exception& exception) {
+        text = exception.what();
+      }
+      const std::lock_guard lock(mutex);
+      texts[rank.rank()] = text;
+    });
+  } catch (const scape::Error&) {
+  }
+  return texts;
 }
