@@ -120,7 +120,12 @@ bool contains(const std::string& text, const std::string& part) { return text.fi
 
 TEST_CASE_TEMPLATE("adams: random layouts and options as the reference", Rank, SCAPE_RANKS) {
   const std::array worlds = {1, 2, 3, 5, 8};
-  for (unsigned seed = 0; seed < (cuts_long_runs() ? 25 : 100); ++seed) {
+#if defined(SCAPE_TESTS_OVER_MPI)
+  const unsigned seeds = 10;
+#else
+  const unsigned seeds = cuts_long_runs() ? 25 : 100;
+#endif
+  for (unsigned seed = 0; seed < seeds; ++seed) {
     CAPTURE(seed);
     std::mt19937 random(seed);
     const OwnLayout layout = random_layout(random, worlds[random() % worlds.size()]);
