@@ -703,9 +703,9 @@ TEST_CASE_TEMPLATE("adams: a rank that throws between steps does not hang the ot
     const auto body = [&](Rank& rank) {
       takes_part = true;
       const std::size_t me = static_cast<std::size_t>(rank.rank());
+      Floats parameters = problem.parameters;  // outlive the optimizer, which waits for the work in flight
       scape::AdamS optimizer(problem.layout, rank.communicator, rank.memory, rank.compute, rank.side, problem.options,
                              rule);
-      Floats parameters = problem.parameters;
       const auto train = [&] {
         for (std::size_t step = 0; step < 50; ++step) {
           if (me == 1 && step == 3) throw std::runtime_error("out of data");
@@ -728,8 +728,8 @@ TEST_CASE_TEMPLATE("adams: a rank that makes fewer steps does not hang the other
   const Problem problem = random_problem(scape::FlatLayout(1000, 3), {.density = 0.1}, 1);
   const auto texts = thrown_by_ranks<Rank>(3, [&](Rank& rank) {
     const std::size_t me = static_cast<std::size_t>(rank.rank());
-    scape::AdamS optimizer(problem.layout, rank.communicator, rank.memory, rank.compute, rank.side, problem.options);
     Floats parameters = problem.parameters;
+    scape::AdamS optimizer(problem.layout, rank.communicator, rank.memory, rank.compute, rank.side, problem.options);
     for (std::size_t step = 0; step < (me == 1 ? 3 : 5); ++step) {
       optimizer.step(problem.gradients[0][me], parameters, rank.compute);
       rank.compute.synchronize();

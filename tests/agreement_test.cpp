@@ -135,12 +135,12 @@ TEST_CASE_TEMPLATE("agreement: step, learning rate and mask are compared, on eve
         CAPTURE(ranks);
         CAPTURE(odd);
         const auto texts = thrown_by_ranks<Rank>(ranks, [&](Rank& rank) {
-          scape::StepAgreement<typename Rank::Stream, std::remove_reference_t<decltype(rank.memory)>> agreement(
-              rank.rank(), ranks, rank.memory);
           const auto mask = rank.backend.array(Words(100, 0x55555555));
           Words other(100, 0x55555555);
           other[99] ^= 1u << 31;
           const auto odd_mask = rank.backend.array(other);
+          scape::StepAgreement<typename Rank::Stream, std::remove_reference_t<decltype(rank.memory)>> agreement(
+              rank.rank(), ranks, rank.memory);
           const auto compare = [&](std::size_t step, bool is_odd) {
             agreement.compare(is_odd && field == 0 ? 7 : step, is_odd && field == 1 ? 0.5f : 0.25f,
                               is_odd && field == 2 ? odd_mask.span() : mask.span(), rank.communicator, rank.side);
@@ -170,9 +170,9 @@ TEST_CASE_TEMPLATE("agreement: a learning rate that one rank alone is given ends
     for (const auto& [every, found] : {std::pair<std::size_t, const char*>(1, "3"), {4, "5"}, {0, ""}}) {
       const auto texts = thrown_by_ranks<Rank>(3, [&, every = every](Rank& rank) {
         const scape::FlatLayout layout(1000, 3);
+        const auto gradient = rank.backend.array(Floats(1000, 1)), parameters = rank.backend.array(Floats(1000, 1));
         scape::AdamS optimizer(layout, rank.communicator, rank.memory, rank.compute, rank.side,
                                {.density = density, .compare_every = every});
-        const auto gradient = rank.backend.array(Floats(1000, 1)), parameters = rank.backend.array(Floats(1000, 1));
         for (std::size_t step = 0; step < 6; ++step) {
           if (step == 2 && rank.rank() == 1) optimizer.set_learning_rate(0.5f);
           optimizer.step(gradient.span(), parameters.span(), rank.compute);
@@ -190,9 +190,9 @@ TEST_CASE_TEMPLATE("agreement: one bit of one rank's mask", Rank, SCAPE_RANKS) {
     const scape::FlatLayout layout(1000, 3);
     const std::size_t words = scape::MaskPlan(layout).exchanged_words();
     FaultyCommunicator<Rank> communicator(rank, words, rank.rank() == 2 ? 3 : 1000);
+    const auto gradient = rank.backend.array(floats_of(1, 1000)), parameters = rank.backend.array(Floats(1000, 1));
     scape::AdamS optimizer(layout, communicator, rank.memory, rank.compute, rank.side,
                            {.density = 0.1, .mask_coding = scape::MaskCoding::bitmap});
-    const auto gradient = rank.backend.array(floats_of(1, 1000)), parameters = rank.backend.array(Floats(1000, 1));
     const std::string text = thrown_by<scape::Error>([&] {
       for (std::size_t step = 0; step < 6; ++step) {
         optimizer.step(gradient.span(), parameters.span(), rank.compute);

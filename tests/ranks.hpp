@@ -14,17 +14,19 @@
 #include <thread>
 #include <vector>
 
-// One rank of a world of threads: what a trainer would have.
-struct ThreadRank {
+// One rank on the host, of any communicator: what a trainer would have.
+template <class C>
+struct HostRank {
   using Stream = scape::HostStream;
-  using Communicator = scape::ThreadCommunicator;
+  using Communicator = C;
 
   Communicator communicator;  // outlives the streams, whose work uses it
   HostBackend backend;
   scape::HostMemory& memory = backend.memory;
   Stream compute = backend.stream, side = backend.new_stream();
 
-  ThreadRank(const scape::ThreadGroup& group, int rank, int threads) : communicator(group, rank), backend(threads) {}
+  template <class Group, class Which>
+  HostRank(const Group& group, const Which& which, int threads) : communicator(group, which), backend(threads) {}
   int rank() const { return communicator.rank(); }
 
   // Keeps what is enqueued on a stream later from starting, until release().
@@ -38,6 +40,11 @@ struct ThreadRank {
    private:
     std::shared_ptr<std::latch> latch_ = std::make_shared<std::latch>(1);
   };
+};
+
+// One of a world of threads.
+struct ThreadRank : HostRank<scape::ThreadCommunicator> {
+  ThreadRank(const scape::ThreadGroup& group, int rank, int threads) : HostRank(group, rank, threads) {}
 
   // Calls body(rank) in `ranks` threads at once, each with its own streams and communicator; throws what was thrown
   // first. A rank that throws takes the others out of their collectives.
