@@ -15,6 +15,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,9 @@ template <class Rank, class Rule, class F>
 History train_with(const Problem& problem, const Rule& rule, F step) {
   const std::size_t world = static_cast<std::size_t>(problem.layout.ranks());
   History history(problem.gradients.size(), std::vector<State>(world));
+#if defined(SCAPE_TESTS_OVER_MPI)  // as in train()
+  if constexpr (!std::is_same_v<Rank, ThreadRank>) history = train_with<ThreadRank>(problem, rule, step);
+#endif
   Rank::run(problem.layout.ranks(), [&](Rank& rank) {
     Session session(rank, problem.layout, problem.options, rule, problem.parameters);
     for (std::size_t i = 0; i < problem.gradients.size(); ++i) {
@@ -87,7 +91,7 @@ TEST_CASE_TEMPLATE("gradients: bfloat16 is worked on as the same values in float
       for (auto& of_ranks : problem.gradients)
         for (Floats& gradient : of_ranks)
           for (float& value : gradient) value = static_cast<float>(bfloat16(value));
-      const History history = train_with<Rank>(problem, rule, [&](auto& session, Rank& rank, std::size_t i) {
+      const History history = train_with<Rank>(problem, rule, [&](auto& session, auto& rank, std::size_t i) {
         const Floats& gradient = problem.gradients[i][static_cast<std::size_t>(rank.rank())];
         const auto rounded = rank.backend.array(std::vector<bfloat16>(gradient.begin(), gradient.end()));
         session.optimizer.step(rounded.span(), session.parameters(), rank.compute);
@@ -108,7 +112,7 @@ TEST_CASE_TEMPLATE("gradients: a scale is applied as they are read, before clipp
         for (std::size_t i = 0; i < 5; ++i)
           for (Floats& gradient : scaled.gradients[i])
             for (float& value : gradient) value *= i < 3 ? 64.0f : 1024.0f;
-        const History history = train_with<Rank>(scaled, rule, [&](auto& session, Rank& rank, std::size_t i) {
+        const History history = train_with<Rank>(scaled, rule, [&](auto& session, auto& rank, std::size_t i) {
           if (i == 3) session.optimizer.set_gradient_scale(1.0f / 1024);
           session.step(scaled.gradients[i][static_cast<std::size_t>(rank.rank())]);
         });
@@ -125,7 +129,7 @@ TEST_CASE_TEMPLATE("gradients: micro-batches are one step on their sum, to the b
       options.adds = true;
       Problem problem = random_problem(layout, options, 7);
       make_exact(problem);
-      const History history = train_with<Rank>(problem, rule, [&](auto& session, Rank& rank, std::size_t i) {
+      const History history = train_with<Rank>(problem, rule, [&](auto& session, auto& rank, std::size_t i) {
         // One to four parts; the buffer is overwritten as soon as compute has passed.
         const std::size_t parts = 1 + i % 4;
         const Floats& sum = problem.gradients[i][static_cast<std::size_t>(rank.rank())];
@@ -153,7 +157,7 @@ TEST_CASE_TEMPLATE("gradients: micro-batches of bfloat16, scaled", Rank, SCAPE_R
   for_rules([](const auto& rule) {
     Problem problem = random_problem(layout, {.beta1 = 0.5f, .gradient_scale = 0.25f, .density = 0.1, .adds = true}, 5);
     make_exact(problem);
-    const History history = train_with<Rank>(problem, rule, [&](auto& session, Rank& rank, std::size_t i) {
+    const History history = train_with<Rank>(problem, rule, [&](auto& session, auto& rank, std::size_t i) {
       const Floats& gradient = problem.gradients[i][static_cast<std::size_t>(rank.rank())];
       const auto rounded = rank.backend.array(std::vector<bfloat16>(gradient.begin(), gradient.end()));
       for (int part = 0; part < 3; ++part) session.optimizer.add(rounded.span(), rank.compute);
@@ -172,7 +176,7 @@ TEST_CASE_TEMPLATE("gradients: a step that overflows on one rank changes nothing
     for (const AdamSOptions& options : some_options())
       for (const int odd : {0, 1}) {
         const Problem problem = random_problem(layout, options, 6);
-        const History history = train_with<Rank>(problem, rule, [&](auto& session, Rank& rank, std::size_t i) {
+        const History history = train_with<Rank>(problem, rule, [&](auto& session, auto& rank, std::size_t i) {
           const auto gradient = rank.backend.array(problem.gradients[i][static_cast<std::size_t>(rank.rank())]);
           const auto attempt = [&](auto values, std::optional<bool> overflowed = std::nullopt) {
             const bool made = session.optimizer.try_step(values, session.parameters(), rank.compute, overflowed);

@@ -47,8 +47,8 @@ void for_rules_and_types(F body) {
   }
 }
 
-// The simulator of devices takes its time.
-#if defined(__CUDACC__)
+// The simulator of devices takes its time, and so do processes of which each trains all ranks.
+#if defined(__CUDACC__) || defined(SCAPE_TESTS_OVER_MPI)
 constexpr bool few = true;
 #else
 constexpr bool few = false;

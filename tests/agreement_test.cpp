@@ -17,7 +17,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <map>
 #include <set>
 #include <span>
 #include <string>
@@ -29,23 +29,10 @@ namespace {
 using scape::AgreedValue;
 using scape::MaskWord;
 
-// What each rank is told by body(rank), which may throw scape::Error.
-template <class Rank>
-std::vector<std::string> errors_of(int ranks, const std::function<void(Rank&)>& body) {
-  std::vector<std::string> texts(static_cast<std::size_t>(ranks));
-  try {
-    Rank::run(ranks, [&](Rank& rank) {
-      texts[static_cast<std::size_t>(rank.rank())] = thrown_by<scape::Error>([&] { body(rank); });
-    });
-  } catch (const scape::Error&) {  // of streams that have failed
-  }
-  return texts;
-}
-
-void check_all(const std::vector<std::string>& texts, const std::string& expected) {
-  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
-    CAPTURE(rank);
-    CHECK(texts[rank] == expected);
+void check_all(const std::map<int, std::string>& texts, const std::string& expected) {
+  for (const auto& found : texts) {
+    CAPTURE(found.first);
+    CHECK(found.second == expected);
   }
 }
 
@@ -148,13 +135,13 @@ TEST_CASE_TEMPLATE("agreement: step, learning rate, order of buckets and mask ar
       for (const int field : {0, 1, 2, 3, 4}) {
         CAPTURE(ranks);
         CAPTURE(odd);
-        const auto texts = errors_of<Rank>(ranks, [&](Rank& rank) {
-          scape::StepAgreement<typename Rank::Stream, std::remove_reference_t<decltype(rank.memory)>> agreement(
-              rank.rank(), ranks, rank.memory);
+        const auto texts = thrown_by_ranks<Rank>(ranks, [&](Rank& rank) {
           const auto mask = rank.backend.array(Words(100, 0x55555555));
           Words other(100, 0x55555555);
           other[99] ^= 1u << 31;
           const auto odd_mask = rank.backend.array(other);
+          scape::StepAgreement<typename Rank::Stream, std::remove_reference_t<decltype(rank.memory)>> agreement(
+              rank.rank(), ranks, rank.memory);
           const auto compare = [&](std::size_t step, bool is_odd) {
             agreement.compare(is_odd && field == 0 ? 7 : step, is_odd && field == 1 ? 0.5f : 0.25f,
                               is_odd && field == 2 ? 8 : 9, is_odd && field == 3 ? odd_mask.span() : mask.span(),
@@ -172,9 +159,9 @@ TEST_CASE_TEMPLATE("agreement: step, learning rate, order of buckets and mask ar
         const std::string name = "rank " + std::to_string(odd) + " disagrees with the other ranks: its ";
         const std::string what[] = {"number of steps is 7, theirs 4", "learning rate is 0.5, theirs 0.25",
                                     "order of buckets differs", "mask differs"};
-        for (int rank = 0; rank < ranks; ++rank) {
+        for (const auto& [rank, text] : texts) {
           const std::string step = "step " + std::to_string(field == 0 && rank == odd ? 7 : 4) + ": ";
-          CHECK(texts[static_cast<std::size_t>(rank)] == (field == 4 ? "" : step + name + what[field]));
+          CHECK(text == (field == 4 ? "" : step + name + what[field]));
         }
       }
 }
@@ -183,11 +170,11 @@ TEST_CASE_TEMPLATE("agreement: a learning rate that one rank alone is given ends
                    SCAPE_RANKS) {
   for (const double density : {1.0, 0.1})
     for (const auto& [every, found] : {std::pair<std::size_t, const char*>(1, "3"), {4, "5"}, {0, ""}}) {
-      const auto texts = errors_of<Rank>(3, [&, every = every](Rank& rank) {
+      const auto texts = thrown_by_ranks<Rank>(3, [&, every = every](Rank& rank) {
         const scape::FlatLayout layout(1000, 3);
+        const auto gradient = rank.backend.array(Floats(1000, 1)), parameters = rank.backend.array(Floats(1000, 1));
         scape::AdamS optimizer(layout, rank.communicator, rank.memory, rank.compute, rank.side,
                                {.density = density, .compare_every = every});
-        const auto gradient = rank.backend.array(Floats(1000, 1)), parameters = rank.backend.array(Floats(1000, 1));
         for (std::size_t step = 0; step < 6; ++step) {
           if (step == 2 && rank.rank() == 1) optimizer.set_learning_rate(0.5f);
           optimizer.step(gradient.span(), parameters.span(), rank.compute);
@@ -201,14 +188,13 @@ TEST_CASE_TEMPLATE("agreement: a learning rate that one rank alone is given ends
 }
 
 TEST_CASE_TEMPLATE("agreement: one bit of one rank's mask", Rank, SCAPE_RANKS) {
-  std::vector<std::size_t> reductions(3);
-  const auto texts = errors_of<Rank>(3, [&](Rank& rank) {
+  const auto texts = thrown_by_ranks<Rank>(3, [&](Rank& rank) {
     const scape::FlatLayout layout(1000, 3);
     const std::size_t words = scape::MaskPlan(layout).exchanged_words();
     FaultyCommunicator<Rank> communicator(rank, words, rank.rank() == 2 ? 3 : 1000);
+    const auto gradient = rank.backend.array(floats_of(1, 1000)), parameters = rank.backend.array(Floats(1000, 1));
     scape::AdamS optimizer(layout, communicator, rank.memory, rank.compute, rank.side,
                            {.density = 0.1, .mask_coding = scape::MaskCoding::bitmap});
-    const auto gradient = rank.backend.array(floats_of(1, 1000)), parameters = rank.backend.array(Floats(1000, 1));
     const std::string text = thrown_by<scape::Error>([&] {
       for (std::size_t step = 0; step < 6; ++step) {
         optimizer.step(gradient.span(), parameters.span(), rank.compute);
@@ -216,19 +202,18 @@ TEST_CASE_TEMPLATE("agreement: one bit of one rank's mask", Rank, SCAPE_RANKS) {
         rank.side.synchronize();
       }
     });
-    reductions[static_cast<std::size_t>(rank.rank())] = communicator.reductions;
+    CHECK(communicator.reductions == 3);
     if (text != "") throw scape::Error(text);
   });
   // The first mask serves step 1, the second, made in it, step 2; the fourth is made in step 3, for the payload of 4.
   check_all(texts, "step 3: rank 2 disagrees with the other ranks: its mask differs");
-  CHECK(reductions == std::vector<std::size_t>(3, 3));
 }
 
 TEST_CASE_TEMPLATE("agreement: buckets that one rank adds in another order", Rank, SCAPE_RANKS) {
-  const auto texts = errors_of<Rank>(3, [](Rank& rank) {
-    scape::BucketLayout layout({{300, false, true, 0}, {300, false, true, 1}, {300, false, true, 2}}, 3);
-    scape::AdamS optimizer(layout, rank.communicator, rank.memory, rank.compute, rank.side, {.density = 0.1});
+  const auto texts = thrown_by_ranks<Rank>(3, [](Rank& rank) {
+    const scape::BucketLayout layout({{300, false, true, 0}, {300, false, true, 1}, {300, false, true, 2}}, 3);
     const auto gradient = rank.backend.array(Floats(900, 1)), parameters = rank.backend.array(Floats(900, 1));
+    scape::AdamS optimizer(layout, rank.communicator, rank.memory, rank.compute, rank.side, {.density = 0.1});
     for (std::size_t i = 0; i < 4; ++i) {
       auto step = optimizer.begin_step(gradient.span(), rank.compute);
       for (const std::size_t bucket : {0u, 1u, 2u}) step.add(i == 1 && rank.rank() == 1 ? 2 - bucket : bucket);

@@ -526,6 +526,7 @@ TEST_CASE("a group that was aborted is aborted for those who come later, with th
   const std::vector<std::string> errors = errors_of(group, [](ThreadRank& rank) {
     Arrays arrays;
     all_reduce(rank, arrays, 8);
+    rank.side.synchronize();
   });
   CHECK(errors == std::vector<std::string>{"first", "first"});
 }

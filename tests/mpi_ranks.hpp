@@ -1,7 +1,7 @@
 #pragma once
 
 // Ranks that are processes, joined by MPI: the kind of rank that the test bodies run on in a program that mpirun
-// starts.
+// starts. For ranks.hpp, which includes it.
 
 #include "backends.hpp"
 
@@ -13,19 +13,8 @@
 #include <exception>
 #include <map>
 
-struct MpiRank {
-  using Stream = scape::HostStream;
-  using Communicator = scape::MpiCommunicator;
-  using Hold = ThreadRank::Hold;
-
-  Communicator communicator;  // outlives the streams, whose work uses it
-  HostBackend backend;
-  scape::HostMemory& memory = backend.memory;
-  Stream compute = backend.stream, side = backend.new_stream();
-
-  MpiRank(MPI_Comm group, const scape::MpiOptions& options, int threads)
-      : communicator(group, options), backend(threads) {}
-  int rank() const { return communicator.rank(); }
+struct MpiRank : HostRank<scape::MpiCommunicator> {
+  MpiRank(MPI_Comm group, const scape::MpiOptions& options, int threads) : HostRank(group, options, threads) {}
 
   static int world() {
     int size = 0;

@@ -7,23 +7,26 @@
 #include <cstddef>
 #include <exception>
 #include <latch>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
-// One rank of a world of threads: what a trainer would have.
-struct ThreadRank {
+// One rank on the host, of any communicator: what a trainer would have.
+template <class C>
+struct HostRank {
   using Stream = scape::HostStream;
-  using Communicator = scape::ThreadCommunicator;
+  using Communicator = C;
 
   Communicator communicator;  // outlives the streams, whose work uses it
   HostBackend backend;
   scape::HostMemory& memory = backend.memory;
   Stream compute = backend.stream, side = backend.new_stream();
 
-  ThreadRank(const scape::ThreadGroup& group, int rank, int threads) : communicator(group, rank), backend(threads) {}
+  template <class Group, class Which>
+  HostRank(const Group& group, const Which& which, int threads) : communicator(group, which), backend(threads) {}
   int rank() const { return communicator.rank(); }
 
   // Keeps what is enqueued on a stream later from starting, until release().
@@ -37,6 +40,11 @@ struct ThreadRank {
    private:
     std::shared_ptr<std::latch> latch_ = std::make_shared<std::latch>(1);
   };
+};
+
+// One of a world of threads.
+struct ThreadRank : HostRank<scape::ThreadCommunicator> {
+  ThreadRank(const scape::ThreadGroup& group, int rank, int threads) : HostRank(group, rank, threads) {}
 
   // Calls body(rank) in `ranks` threads at once, each with its own streams and communicator; throws what was thrown
   // first. A rank that throws takes the others out of their collectives.
@@ -77,4 +85,26 @@ struct ThreadRank {
 template <class F>
 void run_ranks(int ranks, F body, int threads = 1) {
   SCAPE_RANKS::run(ranks, body, threads);
+}
+
+/// What body(rank) threw as Exception, "" for nothing, by rank: of all ranks where they are threads, of its own where
+/// they are processes. Streams that have failed too are no news.
+template <class Rank, class Exception = scape::Error, class F>
+std::map<int, std::string> thrown_by_ranks(int ranks, F body) {
+  std::mutex mutex;
+  std::map<int, std::string> texts;
+  try {
+    Rank::run(ranks, [&](Rank& rank) {
+      std::string text;
+      try {
+        body(rank);
+      } catch (const Exception& exception) {
+        text = exception.what();
+      }
+      const std::lock_guard lock(mutex);
+      texts[rank.rank()] = text;
+    });
+  } catch (const scape::Error&) {
+  }
+  return texts;
 }

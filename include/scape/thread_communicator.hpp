@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/bfloat16.hpp>
+#include <scape/collective_arguments.hpp>
 #include <scape/collective_call.hpp>
 #include <scape/communicator.hpp>
 #include <scape/error.hpp>
@@ -145,11 +146,7 @@ class ThreadCommunicator {
   /// Sends (W - 1) * own.size_bytes().
   void all_gather_uneven(std::span<const MaskWord> own, std::span<MaskWord> all, std::span<const std::size_t> counts,
                          const HostStream& stream) {
-    expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), ", ranks());
-    expects(counts[rank_] == own.size(), "own.size()", own.size(), "must be counts[rank()]");
-    std::size_t total = 0;
-    for (const std::size_t count : counts) total += count;
-    expects(all.size() == total, "all.size()", all.size(), "must be the sum of counts, ", total);
+    detail::expects_all_gather_uneven(own.size(), all.size(), counts, rank_, ranks());
     bytes_sent_ += (ranks() - 1) * own.size_bytes();
     Fingerprint print;
     for (const std::size_t count : counts) print.add(std::uint64_t{count});
@@ -185,9 +182,8 @@ class ThreadCommunicator {
 
   template <class T>
   void all_reduce(std::span<const T> in, std::span<T> out, const HostStream& stream) {
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
-    const std::size_t own = slice(in.size(), rank_).size;
-    bytes_sent_ += (in.size() - own + (ranks() - 1) * own) * sizeof(T);
+    detail::expects_all_reduce(in.size(), out.size());
+    bytes_sent_ += detail::all_reduce_sends(in.size(), rank_, ranks()) * sizeof(T);
     enqueue(stream, [this, in, out, &pool = stream.pool()] {
       state_->join(rank_, call_of<T>(Collective::all_reduce_mean, in.size()), {in.data(), out.data()});
       const Slice own = slice(in.size(), rank_);
@@ -201,8 +197,7 @@ class ThreadCommunicator {
 
   template <class T>
   void reduce_scatter(std::span<const T> in, std::span<T> out, const HostStream& stream) {
-    expects(in.size() == out.size() * ranks(), "in.size()", in.size(), "must be size() * out.size(), ",
-            (out.size() * ranks()));
+    detail::expects_reduce_scatter(in.size(), out.size(), ranks());
     bytes_sent_ += (ranks() - 1) * out.size_bytes();
     enqueue(stream, [this, in, out, &pool = stream.pool()] {
       state_->join(rank_, call_of<T>(Collective::reduce_scatter_mean, in.size()), {in.data(), out.data()});
@@ -213,8 +208,7 @@ class ThreadCommunicator {
 
   template <class T>
   void gather(std::span<const T> own, std::span<T> all, const HostStream& stream) {
-    expects(all.size() == own.size() * ranks(), "all.size()", all.size(), "must be size() * own.size(), ",
-            (own.size() * ranks()));
+    detail::expects_all_gather(own.size(), all.size(), ranks());
     bytes_sent_ += (ranks() - 1) * own.size_bytes();
     enqueue(stream, [this, own, all] {
       state_->join(rank_, call_of<T>(Collective::all_gather, all.size()), {own.data(), all.data()});

@@ -160,6 +160,7 @@ TEST_CASE("mpi: another element type, collective, or counts") {
                             Arrays arrays;
                             std::vector<scape::bfloat16> values(5);
                             rank.rank() == 0 ? reduce(rank, values) : all_reduce(rank, arrays, 5);
+                            rank.side.synchronize();  // before the arrays go
                           }),
                  "collective 0: rank 0 calls all_reduce_mean of 5 bfloat16, the others all_reduce_mean of 5 float");
   check_contains(error_of(5, {},
@@ -169,6 +170,7 @@ TEST_CASE("mpi: another element type, collective, or counts") {
                               rank.communicator.all_gather(arrays.words(2), std::span(arrays.all).first(10), rank.side);
                             else
                               all_reduce(rank, arrays, 10);
+                            rank.side.synchronize();
                           }),
                  "rank 3 calls all_gather of 10 MaskWord, the others all_reduce_mean of 10 float");
   const Counts theirs = {1, 3, 2}, its = {1, 2, 3};
@@ -179,6 +181,7 @@ TEST_CASE("mpi: another element type, collective, or counts") {
                             const std::size_t own = counts[static_cast<std::size_t>(rank.rank())];
                             rank.communicator.all_gather_uneven(arrays.words(own), std::span(arrays.all).first(6),
                                                                 counts, rank.side);
+                            rank.side.synchronize();
                           }),
                  "rank 2 calls all_gather_uneven of 6 MaskWord");
 }

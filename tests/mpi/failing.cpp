@@ -27,7 +27,8 @@ void train(const std::string& how) {
   std::vector<float> parameters(100'000);
   scape::HostMemory memory;
   scape::HostPool pool(1);
-  scape::MpiCommunicator communicator(MPI_COMM_WORLD, {.patience = how == "stop" ? 2'000ms : 60'000ms});
+  const auto patience = how == "stop" || how == "exit" ? 2'000ms : 60'000ms;
+  scape::MpiCommunicator communicator(MPI_COMM_WORLD, {.patience = patience});
   scape::HostStream compute(pool), side(pool);
   scape::AdamS optimizer(scape::FlatLayout(100'000, communicator.size()), communicator, memory, compute, side,
                          {.density = 0.1});

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/bfloat16.hpp>
+#include <scape/collective_arguments.hpp>
 #include <scape/collective_call.hpp>
 #include <scape/communicator.hpp>
 #include <scape/error.hpp>
@@ -154,23 +155,17 @@ class MpiCommunicator {
   /// Sends (W - 1) * own.size_bytes().
   void all_gather_uneven(std::span<const MaskWord> own, std::span<MaskWord> all, std::span<const std::size_t> counts,
                          const HostStream& stream) {
-    expects(counts.size() == ranks_, "counts.size()", counts.size(), "must be size(), ", ranks_);
-    expects(counts[rank_] == own.size(), "own.size()", own.size(), "must be counts[rank()]");
-    std::size_t total = 0;
+    detail::expects_all_gather_uneven(own.size(), all.size(), counts, rank_, ranks_);
     Fingerprint print;
-    for (const std::size_t count : counts) {
-      total += count;
-      print.add(std::uint64_t{count});
-    }
-    expects(all.size() == total, "all.size()", all.size(), "must be the sum of counts, ", total);
-    gather({Collective::all_gather_uneven, Element::mask_word, total, own.size(), print.value()}, own, all, stream);
+    for (const std::size_t count : counts) print.add(std::uint64_t{count});
+    gather({Collective::all_gather_uneven, Element::mask_word, all.size(), own.size(), print.value()}, own, all,
+           stream);
   }
 
   /// out = the parts that the ranks have for this one, by rank: in and out hold size() parts of equal size. Not in
   /// place. Sends (W - 1) / W * in.size_bytes().
   void all_to_all(std::span<const MaskWord> in, std::span<MaskWord> out, const HostStream& stream) {
-    expects(in.size() % ranks_ == 0, "in.size()", in.size(), "must be a multiple of size(), ", ranks_);
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    detail::expects_all_to_all(in.size(), out.size(), ranks_);
     const std::size_t part = in.size() / ranks_;
     bytes_sent_ += (ranks_ - 1) * part * sizeof(MaskWord);
     enqueue(stream, {Collective::all_to_all, Element::mask_word, in.size()}, [this, in, out, part] {
@@ -276,9 +271,8 @@ class MpiCommunicator {
 
   template <class T>
   void all_reduce(std::span<const T> in, std::span<T> out, const HostStream& stream) {
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
-    const std::size_t own = detail::slice_of(in.size(), ranks_, rank_).size;  // of all blocks together
-    bytes_sent_ += (in.size() - own + (ranks_ - 1) * own) * sizeof(T);
+    detail::expects_all_reduce(in.size(), out.size());
+    bytes_sent_ += detail::all_reduce_sends(in.size(), rank_, ranks_) * sizeof(T);
     const Call call{Collective::all_reduce_mean, detail::element_of<T>, in.size()};
     enqueue(stream, call, [this, in, out, &pool = stream.pool()] {
       const std::size_t block = share<T>() * ranks_;
@@ -306,8 +300,7 @@ class MpiCommunicator {
 
   template <class T>
   void reduce_scatter(std::span<const T> in, std::span<T> out, const HostStream& stream) {
-    expects(in.size() == out.size() * ranks_, "in.size()", in.size(), "must be size() * out.size(), ",
-            (out.size() * ranks_));
+    detail::expects_reduce_scatter(in.size(), out.size(), ranks_);
     bytes_sent_ += (ranks_ - 1) * out.size_bytes();
     const Call call{Collective::reduce_scatter_mean, detail::element_of<T>, in.size()};
     enqueue(stream, call, [this, in, out, &pool = stream.pool()] {
@@ -322,8 +315,7 @@ class MpiCommunicator {
 
   template <class T>
   void gather_even(std::span<const T> own, std::span<T> all, const HostStream& stream) {
-    expects(all.size() == own.size() * ranks_, "all.size()", all.size(), "must be size() * own.size(), ",
-            (own.size() * ranks_));
+    detail::expects_all_gather(own.size(), all.size(), ranks_);
     gather({Collective::all_gather, detail::element_of<T>, all.size(), own.size()}, own, all, stream);
   }
 

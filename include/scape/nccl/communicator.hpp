@@ -1,5 +1,6 @@
 #pragma once
 
+#include <scape/collective_arguments.hpp>
 #include <scape/communicator.hpp>
 #include <scape/cuda/stream.hpp>
 #include <scape/error.hpp>
@@ -56,8 +57,7 @@ class NcclCommunicator {
   }
 
   void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const CudaStream& stream) {
-    expects(all.size() == own.size() * ranks(), "all.size()", all.size(), "must be size() * own.size(), ",
-            (own.size() * ranks()));
+    detail::expects_all_gather(own.size(), all.size(), ranks());
     bytes_sent_ += others(own.size_bytes());
     check(ncclAllGather(own.data(), all.data(), own.size(), ncclUint32, communicator_, stream.handle()),
           "ncclAllGather");
@@ -66,11 +66,7 @@ class NcclCommunicator {
   /// A broadcast from every rank that has a part, in one group.
   void all_gather_uneven(std::span<const MaskWord> own, std::span<MaskWord> all, std::span<const std::size_t> counts,
                          const CudaStream& stream) {
-    expects(counts.size() == ranks(), "counts.size()", counts.size(), "must be size(), ", ranks());
-    expects(counts[static_cast<std::size_t>(rank_)] == own.size(), "own.size()", own.size(), "must be counts[rank()]");
-    std::size_t total = 0;
-    for (const std::size_t count : counts) total += count;
-    expects(all.size() == total, "all.size()", all.size(), "must be the sum of counts, ", total);
+    detail::expects_all_gather_uneven(own.size(), all.size(), counts, static_cast<std::size_t>(rank_), ranks());
     bytes_sent_ += others(own.size_bytes());
     check(ncclGroupStart(), "ncclGroupStart");
     MaskWord* part = all.data();
@@ -103,17 +99,14 @@ class NcclCommunicator {
  private:
   template <class T>
   void all_reduce(std::span<const T> in, std::span<T> out, ncclDataType_t type, const CudaStream& stream) {
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
-    // In turn every part but one, twice; of a count that does not divide, the first ranks' parts are longer.
-    const std::size_t own = in.size() / ranks() + (static_cast<std::size_t>(rank_) < in.size() % ranks());
-    bytes_sent_ += (in.size() - own + (ranks() - 1) * own) * sizeof(T);
+    detail::expects_all_reduce(in.size(), out.size());
+    bytes_sent_ += detail::all_reduce_sends(in.size(), static_cast<std::size_t>(rank_), ranks()) * sizeof(T);
     check(ncclAllReduce(in.data(), out.data(), in.size(), type, ncclAvg, communicator_, stream.handle()),
           "ncclAllReduce");
   }
   template <class T>
   void reduce_scatter(std::span<const T> in, std::span<T> out, ncclDataType_t type, const CudaStream& stream) {
-    expects(in.size() == out.size() * ranks(), "in.size()", in.size(), "must be size() * out.size(), ",
-            out.size() * ranks());
+    detail::expects_reduce_scatter(in.size(), out.size(), ranks());
     bytes_sent_ += others(out.size_bytes());
     check(ncclReduceScatter(in.data(), out.data(), out.size(), type, ncclAvg, communicator_, stream.handle()),
           "ncclReduceScatter");
