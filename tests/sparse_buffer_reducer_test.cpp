@@ -407,36 +407,42 @@ TEST_CASE("low formats: all errors and W times the mean add up to what was sent,
     for (const int world : {1, 2, 3, 5, 8}) {
       CAPTURE(std::string(name_of(format)));
       CAPTURE(world);
-      const std::size_t size = 3000;
+      const std::size_t size = 3000, ranks = static_cast<std::size_t>(world);
       const MaskPlan plan = dense_plan(size, world);
       const Drawn drawn(plan, 1000);
-      std::vector<Floats> errors(static_cast<std::size_t>(world));
-      Floats mean;
+      std::vector<Floats> all_sent;
+      for (std::size_t rank = 0; rank < ranks; ++rank) all_sent.push_back(sent_by(rank, size, 0));
       run_ranks(world, [&](auto& rank) {
-        const std::size_t me = static_cast<std::size_t>(rank.rank());
         const Mask mask(rank.backend, plan, drawn);
         auto reducer = reducer_of(rank.backend, size, format, world);
-        const auto values = rank.backend.array(sent_by(me, size, 0));
+        const auto values = rank.backend.array(all_sent[static_cast<std::size_t>(rank.rank())]);
         reducer.gather(values.span(), mask.view(), rank.compute);
         reducer.reduce(mask.view(), rank.communicator, rank.compute, rank.side);
         reducer.wait(rank.compute);
         rank.compute.synchronize();
-        errors[me] = read(rank.backend, reducer.errors(mask.view()));
-        if (me == 0) mean = read(rank.backend, reducer.payload(mask.view()));
-      });
-      std::size_t beyond = 0, rounded = 0;
-      for (std::size_t i = 0; i < size; ++i) {
-        double missing = world * static_cast<double>(mean[i]), magnitudes = 0;
-        for (std::size_t rank = 0; rank < errors.size(); ++rank) {
-          const double sent = static_cast<double>(sent_by(rank, size, 0)[i]);
-          missing += static_cast<double>(errors[rank][i]) - sent;
-          magnitudes += std::abs(sent);
-          rounded += errors[rank][i] != 0;
+        const Floats mean = read(rank.backend, reducer.payload(mask.view()));
+        Words own(size);
+        std::ranges::transform(read(rank.backend, reducer.errors(mask.view())), own.begin(),
+                               std::bit_cast<MaskWord, float>);
+        const auto from = rank.backend.array(own), to = rank.backend.array(Words(ranks * size));
+        rank.communicator.all_gather(from.span(), to.span(), rank.side);
+        rank.side.synchronize();
+        const Words errors = rank.backend.read(to);
+        std::size_t beyond = 0, rounded = 0;
+        for (std::size_t i = 0; i < size; ++i) {
+          double missing = world * static_cast<double>(mean[i]), magnitudes = 0;
+          for (std::size_t other = 0; other < ranks; ++other) {
+            const double sent = static_cast<double>(all_sent[other][i]);
+            const float error = std::bit_cast<float>(errors[other * size + i]);
+            missing += static_cast<double>(error) - sent;
+            magnitudes += std::abs(sent);
+            rounded += error != 0;
+          }
+          beyond += std::abs(missing) > (world + 2) * 0x1p-23 * magnitudes;
         }
-        beyond += std::abs(missing) > (world + 2) * 0x1p-23 * magnitudes;
-      }
-      CHECK(beyond == 0);
-      CHECK(rounded >= size);  // else there was nothing to add up
+        CHECK(beyond == 0);
+        CHECK(rounded >= size);  // else there was nothing to add up
+      });
     }
 }
 
