@@ -364,42 +364,41 @@ TEST_CASE("low formats: reduce_scatter's mean and errors are those of the defini
   for (const PayloadFormat format : low_formats)
     for (const int world : {1, 2, 3, 5})
       for (const std::size_t stride : {0, 1, 31, 33, 127, 130, 511, 512, 513, 1026})
-        for (const int kind : {0, 1, 2, 3})
-          for (const bool in_place : {false, true}) {
-            const std::size_t ranks = static_cast<std::size_t>(world), size = stride * ranks;
-            CAPTURE(std::string(name_of(format)));
-            CAPTURE(world);
-            CAPTURE(stride);
-            CAPTURE(kind);
-            CAPTURE(in_place);
-            const MaskPlan plan = dense_plan(size, world);
-            const Drawn drawn(plan, 1000);
-            std::vector<Floats> sent;
-            for (std::size_t rank = 0; rank < ranks; ++rank) sent.push_back(sent_by(rank, size, kind));
-            const Reduced expected = scattered(format, sent);
-            run_ranks(world, [&](auto& rank) {
-              const std::size_t me = static_cast<std::size_t>(rank.rank());
-              const Mask mask(rank.backend, plan, drawn);
-              auto reducer = reducer_of(rank.backend, size + 3, format, world);
-              const auto values = rank.backend.array(sent[me]);
-              const auto apart = rank.backend.array(Floats(stride, untouched));
-              const auto payload = reducer.payload(mask.view());
-              const auto own = in_place ? payload.subspan(me * stride, stride) : apart.span();
-              reducer.gather(values.span(), mask.view(), rank.compute);
-              reducer.reduce_scatter(stride, own, rank.communicator, rank.compute, rank.side);
-              reducer.wait(rank.compute);
-              rank.compute.synchronize();
-              Floats mean(expected.mean.begin() + static_cast<std::ptrdiff_t>(me * stride),
-                          expected.mean.begin() + static_cast<std::ptrdiff_t>((me + 1) * stride));
-              CHECK(same_bits(read(rank.backend, own), mean));
-              CHECK(same_bits(read(rank.backend, reducer.errors(mask.view())), expected.errors[me]));
-              Floats left = sent[me];
-              if (in_place)
-                std::copy(mean.begin(), mean.end(), left.begin() + static_cast<std::ptrdiff_t>(me * stride));
-              CHECK(same_bits(read(rank.backend, payload), left));
-              CHECK(rank.communicator.bytes_sent() == (ranks - 1) * code_bytes(format, size, ranks) / ranks);
-            });
-          }
+        for (const int kind : {0, 1, 2, 3}) {
+          const bool in_place = (kind + static_cast<int>(stride)) % 2 == 0;
+          const std::size_t ranks = static_cast<std::size_t>(world), size = stride * ranks;
+          CAPTURE(std::string(name_of(format)));
+          CAPTURE(world);
+          CAPTURE(stride);
+          CAPTURE(kind);
+          CAPTURE(in_place);
+          const MaskPlan plan = dense_plan(size, world);
+          const Drawn drawn(plan, 1000);
+          std::vector<Floats> sent;
+          for (std::size_t rank = 0; rank < ranks; ++rank) sent.push_back(sent_by(rank, size, kind));
+          const Reduced expected = scattered(format, sent);
+          run_ranks(world, [&](auto& rank) {
+            const std::size_t me = static_cast<std::size_t>(rank.rank());
+            const Mask mask(rank.backend, plan, drawn);
+            auto reducer = reducer_of(rank.backend, size + 3, format, world);
+            const auto values = rank.backend.array(sent[me]);
+            const auto apart = rank.backend.array(Floats(stride, untouched));
+            const auto payload = reducer.payload(mask.view());
+            const auto own = in_place ? payload.subspan(me * stride, stride) : apart.span();
+            reducer.gather(values.span(), mask.view(), rank.compute);
+            reducer.reduce_scatter(stride, own, rank.communicator, rank.compute, rank.side);
+            reducer.wait(rank.compute);
+            rank.compute.synchronize();
+            Floats mean(expected.mean.begin() + static_cast<std::ptrdiff_t>(me * stride),
+                        expected.mean.begin() + static_cast<std::ptrdiff_t>((me + 1) * stride));
+            CHECK(same_bits(read(rank.backend, own), mean));
+            CHECK(same_bits(read(rank.backend, reducer.errors(mask.view())), expected.errors[me]));
+            Floats left = sent[me];
+            if (in_place) std::copy(mean.begin(), mean.end(), left.begin() + static_cast<std::ptrdiff_t>(me * stride));
+            CHECK(same_bits(read(rank.backend, payload), left));
+            CHECK(rank.communicator.bytes_sent() == (ranks - 1) * code_bytes(format, size, ranks) / ranks);
+          });
+        }
 }
 
 TEST_CASE("low formats: all errors and W times the mean add up to what was sent, but for the rounding of the sum") {
