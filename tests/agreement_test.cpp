@@ -8,6 +8,7 @@
 #include <scape/fingerprint.hpp>
 #include <scape/host/hash.hpp>
 #include <scape/host/pack.hpp>
+#include <scape/host/payload.hpp>
 #include <scape/host/select.hpp>
 #include <scape/host/update.hpp>
 #include <scape/layout.hpp>

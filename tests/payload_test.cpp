@@ -107,7 +107,7 @@ void check_there_and_back(Backend& backend) {
 // Means of payloads of different kinds; in `errors`, which end before the last block does, what was there stays.
 template <class T, class Backend>
 void check_average(Backend& backend) {
-  for (const std::size_t ranks : {1, 2, 3, 5})
+  for (const std::size_t ranks : Counts{1, 2, 3, 5})
     for (const std::size_t count : sizes) {
       CAPTURE(ranks);
       CAPTURE(count);

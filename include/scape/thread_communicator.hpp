@@ -162,8 +162,7 @@ class ThreadCommunicator {
 
   /// Sends (W - 1) / W * in.size_bytes().
   void all_to_all(std::span<const MaskWord> in, std::span<MaskWord> out, const HostStream& stream) {
-    expects(in.size() % ranks() == 0, "in.size()", in.size(), "must be a multiple of size(), ", ranks());
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    detail::expects_all_to_all(in.size(), out.size(), ranks());
     const std::size_t part = in.size() / ranks();
     bytes_sent_ += (ranks() - 1) * part * sizeof(MaskWord);
     enqueue(stream, [this, in, out, part] {

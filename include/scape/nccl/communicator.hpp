@@ -82,8 +82,7 @@ class NcclCommunicator {
 
   /// A send to every rank and a receive from it, in one group.
   void all_to_all(std::span<const MaskWord> in, std::span<MaskWord> out, const CudaStream& stream) {
-    expects(in.size() % ranks() == 0, "in.size()", in.size(), "must be a multiple of size(), ", ranks());
-    expects(out.size() == in.size(), "out.size()", out.size(), "must be in.size(), ", in.size());
+    detail::expects_all_to_all(in.size(), out.size(), ranks());
     const std::size_t part = in.size() / ranks();
     bytes_sent_ += others(part * sizeof(MaskWord));
     if (part == 0) return;
