@@ -361,14 +361,18 @@ class AdamS {
     clock.lap(&StepReport::Seconds::select);
     if (!at_mask_) masks_.advance(compute);
     clock.lap(&StepReport::Seconds::mask_wait);
-    accumulate(gradients, compute);
+    const bool drafted = report == nullptr && accumulate_and_draft(gradients, compute);
+    if (!drafted) accumulate(gradients, compute);
     clock.lap(&StepReport::Seconds::accumulate);
     const MaskView before = masks_.previous(), mask = masks_.current();
     const std::span<float> payload = reducer_.payload(mask);
     const std::size_t kept_before = masks_.step() == 0 ? 0 : plan_.kept(density_before_);
     if (report != nullptr) begin_report(*report, before, mask, payload, compute);
     const std::uint64_t bytes_of_payload = reduce(mask, compute);
-    if (!rule_.selects_after_update()) draft(gradients, mask, compute);
+    if (drafted)
+      publish(compute);
+    else if (!rule_.selects_after_update())
+      draft(gradients, mask, compute);
     clock.lap(&StepReport::Seconds::select);
     reducer_.wait(compute);
     clock.lap(&StepReport::Seconds::payload_wait);
@@ -415,16 +419,46 @@ class AdamS {
   void accumulate(std::span<const G> gradients, const S& compute) {
     const MaskView mask = masks_.current();
     const std::span<float> payload = reducer_.payload(mask);
-    if (H::sharded && !at_mask_ && masks_.density() != padded_for_) {  // what lies between the ranks' parts counts
-      fill_values(payload, 0.0f, compute);                             // as nothing in norms
-      padded_for_ = masks_.density();
-    }
+    if (!at_mask_) pad_payload(payload, compute);
     if (at_mask_)
       store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
     else
       store_.accumulate(gradients, masks_.previous(), mask, payload, rule_.set_aside(), rule_.accumulation(), scalars(),
                         compute);
     at_mask_ = true;
+  }
+
+  // What lies between the ranks' parts counts as nothing in norms.
+  void pad_payload(std::span<float> payload, const S& compute) {
+    if (!H::sharded || masks_.density() == padded_for_) return;
+    fill_values(payload, 0.0f, compute);
+    padded_for_ = masks_.density();
+  }
+
+  // Accumulating and selecting the next mask in one, where the stream can: each tile's scores are computed right after
+  // it was accumulated, and found in the cache. The mask is written over `before`, tile by tile, which is why a step
+  // that is reported on selects later, and so does the first, whose `before` has no dense bits yet. Returns whether.
+  template <class G>
+  bool accumulate_and_draft(std::span<const G> gradients, const S& compute) {
+    const MaskView mask = masks_.current();
+    const std::span<float> payload = reducer_.payload(mask);
+    const auto accumulation = [&](auto& store) requires requires {
+      store.accumulation(gradients, mask, mask, payload, payload, rule_.accumulation(), scalars(), compute);
+    }
+    {
+      return store.accumulation(gradients, masks_.previous(), mask, payload, rule_.set_aside(), rule_.accumulation(),
+                                scalars(), compute);
+    };
+    if constexpr (std::is_invocable_v<decltype(accumulation), ResidualStore<M>&>) {
+      if (at_mask_ || rule_.selects_after_update() || !masks_.draft_next() || masks_.step() == 0) return false;
+      pad_payload(payload, compute);
+      score_after(gradients, mask, compute, [&](auto score) {
+        masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(),
+                       accumulation(store_), compute);
+      });
+      return at_mask_ = true;
+    }
+    return false;
   }
 
   template <class G>
@@ -511,22 +545,31 @@ class AdamS {
   // Selects the mask of a later step, and starts its exchange.
   template <class G>
   void draft(std::span<const G> gradients, MaskView mask, const S& compute) {
-    if (!masks_.draft_next()) return;
+    if (masks_.draft_next()) score_after(gradients, mask, compute, select_and_publish(compute));
+  }
+
+  // select(score) with the score of a later step's mask.
+  template <class G, class Select>
+  void score_after(std::span<const G> gradients, MaskView mask, const S& compute, Select select) {
     const std::span<MaskWord> own = own_part(sent_.span());
     for (std::size_t i = 0; i < masks_.pending() && !own.empty(); ++i)
       for_each(own.size(), detail::Merge{own.data(), own_part(masks_.pending(i)).data(), i == 0}, compute);
     const auto sent = masks_.pending() == 0 ? std::span<const MaskWord>() : std::span<const MaskWord>(sent_.span());
     with_gradient(gradients, [&](auto gradient) {
-      rule_.score_after(gradient, place(), store_.values(), mask, sent, scalars(), select_and_publish(compute));
+      rule_.score_after(gradient, place(), store_.values(), mask, sent, scalars(), select);
     });
   }
 
   auto select_and_publish(const S& compute) {
     return [this, &compute](auto score) {
       masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(), compute);
-      masks_.publish(communicator_, compute, side_);
-      compare(masks_.pending(masks_.pending() - 1));
+      publish(compute);
     };
+  }
+
+  void publish(const S& compute) {
+    masks_.publish(communicator_, compute, side_);
+    compare(masks_.pending(masks_.pending() - 1));
   }
 
   template <class Word>

@@ -74,12 +74,20 @@ class ResidualStore {
   template <class G, class Rule, Stream S>
   void accumulate(std::span<const G> gradient, MaskView before, MaskView mask, std::span<float> payload,
                   std::span<float> moments, const Rule& rule, const StepScalars& scalars, const S& stream) const {
-    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
-            values_.size());
-    expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
-    if constexpr (requires { rule.moment(0.0f, true); })
-      expects(moments.size() >= mask.kept, "moments.size()", moments.size(), "must be at least the mask's ", mask.kept);
+    check(gradient, mask, payload, moments, rule);
     accumulate_gradient(gradient, values(), before.words, mask, payload, moments, rule, scalars, stream);
+  }
+
+  /// The same as a functor of a tile's number, to be called once for each by other work of the stream, such as
+  /// TopKMasker::select. Not every stream has it: HostStream has.
+  template <class G, class Rule, Stream S>
+  auto accumulation(std::span<const G> gradient, MaskView before, MaskView mask, std::span<float> payload,
+                    std::span<float> moments, const Rule& rule, const StepScalars& scalars, const S& stream) const
+      requires(requires {
+        tile_accumulation(gradient, payload, before.words, mask, payload, moments, rule, scalars, stream);
+      }) {
+    check(gradient, mask, payload, moments, rule);
+    return tile_accumulation(gradient, values(), before.words, mask, payload, moments, rule, scalars, stream);
   }
 
   /// values += gradient, for algorithms that select from the sum before they send.
@@ -116,6 +124,16 @@ class ResidualStore {
   }
 
  private:
+  template <class G, class Rule>
+  void check(std::span<const G> gradient, const MaskView& mask, std::span<float> payload, std::span<float> moments,
+             const Rule& rule) const {
+    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
+            values_.size());
+    expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
+    if constexpr (requires { rule.moment(0.0f, true); })
+      expects(moments.size() >= mask.kept, "moments.size()", moments.size(), "must be at least the mask's ", mask.kept);
+  }
+
   Buffer<float, M> values_;
 };
 

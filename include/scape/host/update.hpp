@@ -62,6 +62,24 @@ SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, const G* gradient, float*
   }
 }
 
+// accumulate_gradient's work on one tile.
+template <class G, class F>
+struct AccumulateTile {
+  const G* gradient;
+  float* state;
+  const MaskWord* before;
+  MaskView mask;
+  float *payload, *moments;
+  F rule;
+  const StepScalars* scalars;
+
+  void operator()(std::size_t i) const {
+    const std::size_t offset = mask.offsets[i];
+    accumulate_tile(mask.plan.tiles[i], gradient, state, before, mask.words.data(), payload + offset,
+                    moments == nullptr ? nullptr : moments + offset, scalars->gradient_scale, rule);
+  }
+};
+
 // Every kept element of a tile: full(element, position) for each 32 that a word full of ones stands for, one(element,
 // position) for the others.
 template <class Full, class One>
@@ -149,6 +167,16 @@ void transform(StepScalars& scalars, F f, const HostStream& stream) {
   stream.enqueue([&scalars, f] { f(scalars); });
 }
 
+/// The same for one tile at a time: a functor of the tile's number, for work that follows on the stream and goes on
+/// with what it finds in the cache.
+template <class G, class F>
+auto tile_accumulation(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before,
+                       MaskView mask, std::span<float> payload, std::span<float> moments, F rule,
+                       const StepScalars& scalars, const HostStream&) {
+  return detail::AccumulateTile<G, F>{gradient.data(), state.data(),   before.data(), mask,
+                                      payload.data(),  moments.data(), rule,          &scalars};
+}
+
 /// The pass over gradient and state: for every element with gradient g = scale * gradient[i] and state a
 ///   state[i] = rule.state(g, a, was_kept, is_kept)
 /// and for every kept one, at its payload position p
@@ -159,15 +187,8 @@ template <class G, class F>
 void accumulate_gradient(std::span<const G> gradient, std::span<float> state, std::span<const MaskWord> before,
                          MaskView mask, std::span<float> payload, std::span<float> moments, F rule,
                          const StepScalars& scalars, const HostStream& stream) {
-  stream.enqueue([=, &scalars, &pool = stream.pool()] {
-    const float scale = scalars.gradient_scale;
-    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
-      const std::size_t offset = mask.offsets[i];
-      float* const tile_moments = moments.empty() ? nullptr : moments.data() + offset;
-      detail::accumulate_tile(mask.plan.tiles[i], gradient.data(), state.data(), before.data(), mask.words.data(),
-                              payload.data() + offset, tile_moments, scale, rule);
-    });
-  });
+  const auto accumulate = tile_accumulation(gradient, state, before, mask, payload, moments, rule, scalars, stream);
+  stream.enqueue([=, tiles = mask.plan.tiles.size(), &pool = stream.pool()] { pool.run(tiles, accumulate); });
 }
 
 /// Sets the bits of all elements.
