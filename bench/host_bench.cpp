@@ -18,13 +18,13 @@
 template <class F>
 SCAPE_HOST_LOOP void sweep_run(std::size_t begin, std::size_t end, F f) {
   if constexpr (requires { f.second_moment(begin); }) {
-    for (; begin + scape::word_bits <= end; begin += scape::word_bits) {
-      float roots[scape::word_bits];
+    for (; begin + scape::detail::update_batch <= end; begin += scape::detail::update_batch) {
+      float roots[scape::detail::update_batch];
       SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < scape::word_bits; ++i) roots[i] = f.second_moment(begin + i);
+      for (std::size_t i = 0; i < scape::detail::update_batch; ++i) roots[i] = f.second_moment(begin + i);
       scape::detail::take_square_roots(roots);
       SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < scape::word_bits; ++i) f.apply(begin + i, roots[i]);
+      for (std::size_t i = 0; i < scape::detail::update_batch; ++i) f.apply(begin + i, roots[i]);
     }
   }
   SCAPE_INDEPENDENT_ITERATIONS

@@ -109,6 +109,11 @@ struct ClockRule {
       moments[i] = first;
       clocks.last[i] = static_cast<std::uint16_t>(now.step);
     }
+    void prefetch(std::size_t i) const {
+      __builtin_prefetch(parameters + i + shift, 1);
+      __builtin_prefetch(moments + i + shift, 1);
+      __builtin_prefetch(clocks.last + i + shift, 1);
+    }
   };
 
   // What the element's first moment would be if it were kept in the step `ahead` of this one, the present gradient

@@ -2,6 +2,7 @@
 
 #include <scape/arithmetic.hpp>
 #include <scape/host/loop.hpp>
+#include <scape/host/set_bits.hpp>
 #include <scape/host/stream.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/step_scalars.hpp>
@@ -13,8 +14,8 @@
 #include <cstdint>
 #include <span>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #endif
 
 namespace scape::inline v0 {
@@ -97,37 +98,71 @@ SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::si
   }
 }
 
-// Of word_bits values; apart, since GCC does not vectorise std::sqrt, which may set errno.
-inline void take_square_roots(float* values) {
-#if defined(__SSE2__)
-  for (std::size_t i = 0; i < word_bits; i += 4) _mm_storeu_ps(values + i, _mm_sqrt_ps(_mm_loadu_ps(values + i)));
-#else
-  for (std::size_t i = 0; i < word_bits; ++i) values[i] = square_root(values[i]);
+inline constexpr std::size_t update_batch = 64;  // elements whose square roots are taken at once
+
+#if defined(__x86_64__)
+[[gnu::target("avx")]] inline void take_square_roots_avx(float* values) {
+  for (std::size_t i = 0; i < update_batch; i += 8)
+    _mm256_storeu_ps(values + i, _mm256_sqrt_ps(_mm256_loadu_ps(values + i)));
+}
 #endif
+
+// Apart, since GCC does not vectorise std::sqrt, which may set errno.
+inline void take_square_roots(float (&values)[update_batch]) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx")) return take_square_roots_avx(values);
+#endif
+  for (float& value : values) value = square_root(value);
+}
+
+// The kept elements element_of(0) to element_of(count - 1), at payload positions from `position` on.
+template <class F, class Elements>
+void update_batch_of(const F& rule, Elements element_of, std::size_t position, std::size_t count, bool decay,
+                     const StepScalars& now) {
+  float roots[update_batch] = {};
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = 0; i < count; ++i) roots[i] = rule.second_moment(element_of(i), position + i, now);
+  take_square_roots(roots);
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = 0; i < count; ++i) rule.kept(element_of(i), position + i, decay, roots[i], now);
 }
 
 template <class F>
-struct UpdateKept {
-  F rule;
-  StepScalars now;
-  bool decay;
+SCAPE_HOST_LOOP void update_every(const Tile& tile, StepScalars now, F rule) {
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = tile.element; i < tile.element + tile.count; ++i) rule.every(i, now);
+}
 
-  void one(std::size_t element, std::size_t position) const {
-    rule.kept(element, position, decay, square_root(rule.second_moment(element, position, now)), now);
+// A tile of which all is kept; `every`: what is done for every element before.
+template <class F>
+SCAPE_HOST_LOOP void update_all(const Tile& tile, std::size_t position, bool every, bool decay, StepScalars now,
+                                F rule) {
+  for (std::size_t first = 0; first < tile.count; first += update_batch) {
+    const std::size_t begin = tile.element + first, count = std::min(update_batch, tile.count - first);
+    if (every) {
+      SCAPE_INDEPENDENT_ITERATIONS
+      for (std::size_t i = begin; i < begin + count; ++i) rule.every(i, now);
+    }
+    const auto element_of = [=](std::size_t i) { return begin + i; };
+    if (count == update_batch)  // known to the compiler
+      update_batch_of(rule, element_of, position + first, update_batch, decay, now);
+    else
+      update_batch_of(rule, element_of, position + first, count, decay, now);
   }
-  void word(std::size_t element, std::size_t position) const {
-    float roots[word_bits];
-    for (std::size_t i = 0; i < word_bits; ++i) roots[i] = rule.second_moment(element + i, position + i, now);
-    take_square_roots(roots);
-    SCAPE_INDEPENDENT_ITERATIONS
-    for (std::size_t i = 0; i < word_bits; ++i) rule.kept(element + i, position + i, decay, roots[i], now);
-  }
-};
+}
 
 template <class F>
-SCAPE_HOST_LOOP void visit_all(const Tile& tile, StepScalars scalars, F rule) {
-  SCAPE_INDEPENDENT_ITERATIONS
-  for (std::size_t i = tile.element; i < tile.element + tile.count; ++i) rule.every(i, scalars);
+SCAPE_HOST_LOOP void update_listed(const Tile& tile, const SetBits& kept, std::size_t position, bool decay,
+                                   StepScalars now, F rule) {
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const std::size_t element = tile.element + kept[i];
+    rule.kept(element, position + i, decay, square_root(rule.second_moment(element, position + i, now)), now);
+  }
+}
+
+// Tiles that a thread takes at once: neighbours, since memory delivers long runs faster.
+inline std::size_t tiles_at_once(std::size_t tiles, const HostPool& pool) {
+  return std::clamp<std::size_t>(tiles / (8 * static_cast<std::size_t>(pool.threads())), 1, 16);
 }
 
 // In an order that does not depend on threads: lanes, then halves.
@@ -188,7 +223,12 @@ void accumulate_gradient(std::span<const G> gradient, std::span<float> state, st
                          MaskView mask, std::span<float> payload, std::span<float> moments, F rule,
                          const StepScalars& scalars, const HostStream& stream) {
   const auto accumulate = tile_accumulation(gradient, state, before, mask, payload, moments, rule, scalars, stream);
-  stream.enqueue([=, tiles = mask.plan.tiles.size(), &pool = stream.pool()] { pool.run(tiles, accumulate); });
+  stream.enqueue([=, tiles = mask.plan.tiles.size(), &pool = stream.pool()] {
+    const std::size_t run = detail::tiles_at_once(tiles, pool);
+    pool.run((tiles + run - 1) / run, [&](std::size_t r) {
+      for (std::size_t i = r * run; i < std::min(tiles, (r + 1) * run); ++i) accumulate(i);
+    });
+  });
 }
 
 /// Sets the bits of all elements.
@@ -220,20 +260,38 @@ void for_each_kept(MaskView mask, F f, const HostStream& stream) {
 /// For every element of a segment where rule.needs_every(segment): rule.every(element, scalars); then for every kept
 /// element: rule.kept(element, position, segment.decay, root, scalars), where root is the square root of
 /// rule.second_moment(element, position, scalars). Before each tile rule.shift is set to Tile::own - Tile::element.
+/// A rule may have prefetch(element), too, which fetches what belongs to an element that is kept soon.
 template <class F>
 void update(MaskView mask, F of_tiles, const StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
-    pool.run(mask.plan.tiles.size(), [&](std::size_t i) {
-      const Tile& tile = mask.plan.tiles[i];
+    const StepScalars now = scalars;
+    const std::size_t tiles = mask.plan.tiles.size(), run = detail::tiles_at_once(tiles, pool);
+    pool.run((tiles + run - 1) / run, [&](std::size_t r) {
+      const std::size_t begin = r * run, end = std::min(tiles, begin + run);
+      detail::SetBits kept[2];
       F rule = of_tiles;
-      rule.shift = tile.own - tile.element;
-      const Segment& segment = mask.plan.segments[tile.segment];
-      const StepScalars now = scalars;
-      if (rule.needs_every(segment)) detail::visit_all(tile, now, rule);
-      const detail::UpdateKept<F> kept{rule, now, segment.decay};
-      detail::visit_kept(
-          tile, mask.words.data(), mask.offsets[i], [kept](auto... at) { kept.word(at...); },
-          [kept](auto... at) { kept.one(at...); });
+      for (std::size_t i = begin; i <= end; ++i) {
+        if (i != end) {  // one tile ahead
+          const Tile& tile = mask.plan.tiles[i];
+          rule.shift = tile.own - tile.element;
+          kept[i % 2].find(mask.words.data() + tile.bit / word_bits, words_for(tile.count));
+          if constexpr (requires { rule.prefetch(tile.element); })
+            if (kept[i % 2].size() <= tile.count / 16)  // far from one another
+              for (const std::size_t place : kept[i % 2]) rule.prefetch(tile.element + place);
+        }
+        if (i == begin) continue;
+        const Tile& tile = mask.plan.tiles[i - 1];
+        const Segment& segment = mask.plan.segments[tile.segment];
+        const bool every = rule.needs_every(segment);
+        rule.shift = tile.own - tile.element;
+        const detail::SetBits& bits = kept[(i - 1) % 2];
+        if (bits.size() == tile.count) {
+          detail::update_all(tile, mask.offsets[i - 1], every, segment.decay, now, rule);
+        } else {
+          if (every) detail::update_every(tile, now, rule);
+          detail::update_listed(tile, bits, mask.offsets[i - 1], segment.decay, now, rule);
+        }
+      }
     });
   });
 }
