@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
 #include <type_traits>
@@ -104,6 +105,38 @@ SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::si
       larger |= static_cast<MaskWord>(key >= range.high) << i;
       larger_or_inside |= static_cast<MaskWord>(key >= range.low) << i;
     }
+    above[begin / word_bits] = larger;
+    reached[begin / word_bits] = larger_or_inside;
+    counts.above += static_cast<std::size_t>(std::popcount(larger));
+    counts.reached += static_cast<std::size_t>(std::popcount(larger_or_inside));
+  };
+  std::size_t begin = 0;
+  for (; begin + word_bits <= count; begin += word_bits) compare(begin, word_bits);
+  if (begin != count) compare(begin, count - begin);
+  return counts;
+}
+
+/// The same by fewer scores, where they have a bound that is quicker to compute: only of elements whose bound reaches
+/// the range. At most select_block of them.
+template <class Score>
+SCAPE_HOST_LOOP KeyCounts compare_bounded_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
+                                               KeyRange range, MaskWord* above, MaskWord* reached) {
+  constexpr int few = 12;  // scores of a word that cost less one by one
+  const std::uint32_t least = std::min(range.low, score_key(std::numeric_limits<float>::infinity()));
+  KeyCounts counts;
+  const auto compare = [&](std::size_t begin, std::size_t bits) {
+    MaskWord possible = 0, larger = 0, larger_or_inside = 0;
+    for (std::size_t i = 0; i < bits; ++i)
+      possible |= static_cast<MaskWord>(score_key(score.bound(element + begin + i, bit + begin + i)) >= least) << i;
+    const auto take = [&](std::size_t i) {
+      const std::uint32_t key = score_key(score(element + begin + i, bit + begin + i));
+      larger |= static_cast<MaskWord>(key >= range.high) << i;
+      larger_or_inside |= static_cast<MaskWord>(key >= range.low) << i;
+    };
+    if (std::popcount(possible) > few)
+      for (std::size_t i = 0; i < bits; ++i) take(i);
+    else
+      for (; possible != 0; possible &= possible - 1) take(static_cast<std::size_t>(std::countr_zero(possible)));
     above[begin / word_bits] = larger;
     reached[begin / word_bits] = larger_or_inside;
     counts.above += static_cast<std::size_t>(std::popcount(larger));
@@ -345,6 +378,13 @@ class Selection {
     return counts;
   }
 
+  KeyCounts compare(std::size_t begin, std::size_t count, KeyRange range, MaskWord* above, MaskWord* reached) const {
+    if constexpr (requires { score_.bound(element_, bit_); })
+      return compare_bounded_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached);
+    else
+      return compare_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached);
+  }
+
   KeyCounts read_chunk(std::size_t chunk, KeyRange range) {
     std::array<MaskWord, select_block / word_bits> reached;
     std::array<std::uint64_t, 2 * select_block> collected;
@@ -353,7 +393,7 @@ class Selection {
     for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
       if (!is_prepared_) prepare(begin);
       MaskWord* const above = words_ + begin / word_bits;
-      const KeyCounts block = compare_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached.data());
+      const KeyCounts block = compare(begin, count, range, above, reached.data());
       counts += block;
       if (block.inside() == 0 || !can_collect(range, found_)) return;
       collect_keys(score_, element_, bit_, begin, {above, words_for(count)}, reached.data(), code(range),
@@ -416,7 +456,7 @@ class Selection {
       for_blocks(i, [&](std::size_t begin, std::size_t count) {
         std::array<MaskWord, select_block / word_bits> reached;
         MaskWord* const words = words_ + begin / word_bits;
-        compare_keys(score_, element_ + begin, bit_ + begin, count, open_, words, reached.data());
+        compare(begin, count, open_, words, reached.data());
         join_first({words, words_for(count)}, reached.data(), kept);
       });
     });

@@ -275,9 +275,12 @@ void update(MaskView mask, F of_tiles, const StepScalars& scalars, const HostStr
           const Tile& tile = mask.plan.tiles[i];
           rule.shift = tile.own - tile.element;
           kept[i % 2].find(mask.words.data() + tile.bit / word_bits, words_for(tile.count));
-          if constexpr (requires { rule.prefetch(tile.element); })
-            if (kept[i % 2].size() <= tile.count / 16)  // far from one another
+          if constexpr (requires { rule.prefetch(tile.element); }) {
+            if (kept[i % 2].size() < tile.count / 16)  // far from one another
               for (const std::size_t place : kept[i % 2]) rule.prefetch(tile.element + place);
+            else if (kept[i % 2].size() != tile.count)
+              for (std::size_t place = 0; place < tile.count; place += 16) rule.prefetch(tile.element + place);
+          }
         }
         if (i == begin) continue;
         const Tile& tile = mask.plan.tiles[i - 1];
@@ -286,7 +289,13 @@ void update(MaskView mask, F of_tiles, const StepScalars& scalars, const HostStr
         rule.shift = tile.own - tile.element;
         const detail::SetBits& bits = kept[(i - 1) % 2];
         if (bits.size() == tile.count) {
-          detail::update_all(tile, mask.offsets[i - 1], every, segment.decay, now, rule);
+          const auto update_all = [&](const auto& same) {
+            detail::update_all(tile, mask.offsets[i - 1], every, segment.decay, now, same);
+          };
+          if constexpr (requires { rule.for_run(tile.element, tile.count, now, update_all); })
+            rule.for_run(tile.element, tile.count, now, update_all);
+          else
+            update_all(rule);
         } else {
           if (every) detail::update_every(tile, now, rule);
           detail::update_listed(tile, bits, mask.offsets[i - 1], segment.decay, now, rule);
