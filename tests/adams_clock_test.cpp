@@ -362,7 +362,7 @@ TEST_CASE("clock: no score is above its bound, whatever the numbers") {
         alone.residual[i] = number();
         alone.gradient[i] = i % 3 == 0 ? 0 : number();
         update.moments[i] = i % 5 == 0 ? 0 : number();
-        update.clocks.last[i] = static_cast<std::uint16_t>(69999 - random_bits(generator) % (i % 2 == 0 ? 30 : 65535));
+        update.clocks.last[i] = static_cast<std::uint16_t>(69999 - random_bits(generator) % (i % 2 == 0 ? 30 : 65000));
       }
       const auto check = [&](auto score) {
         for (std::size_t i = 0; i < size; ++i) {
