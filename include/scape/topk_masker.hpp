@@ -13,7 +13,9 @@
 namespace scape::inline v0 {
 
 /// How much an element is worth: a cheap pure function of its index in parameter space and its bit in mask space,
-/// called on the fly, any number of times, on any thread. Elements are ranked by |score|.
+/// called on the fly, any number of times, on any thread. Elements are ranked by |score|. It may have a member of the
+/// same arguments, bound: at least |score|, or NaN, and infinity or NaN where the score is NaN. Hosts then compute only
+/// scores whose bound reaches what they look for.
 template <class F>
 concept ScoreFunction = std::copy_constructible<F> && requires(const F& score, std::size_t element, std::size_t bit) {
   { score(element, bit) } -> std::same_as<float>;
