@@ -442,19 +442,17 @@ class AdamS {
   bool accumulate_and_draft(std::span<const G> gradients, const S& compute) {
     const MaskView mask = masks_.current();
     const std::span<float> payload = reducer_.payload(mask);
-    const auto accumulation = [&](auto& store) requires requires {
-      store.accumulation(gradients, mask, mask, payload, payload, rule_.accumulation(), scalars(), compute);
-    }
-    {
-      return store.accumulation(gradients, masks_.previous(), mask, payload, rule_.set_aside(), rule_.accumulation(),
-                                scalars(), compute);
-    };
-    if constexpr (std::is_invocable_v<decltype(accumulation), ResidualStore<M>&>) {
+    if constexpr (requires {
+                    store_.accumulation(gradients, mask, mask, payload, payload, rule_.accumulation(), scalars(),
+                                        compute);
+                  }) {
       if (at_mask_ || rule_.selects_after_update() || !masks_.draft_next() || masks_.step() == 0) return false;
       pad_payload(payload, compute);
+      const auto accumulation = store_.accumulation(gradients, masks_.previous(), mask, payload, rule_.set_aside(),
+                                                    rule_.accumulation(), scalars(), compute);
       score_after(gradients, mask, compute, [&](auto score) {
-        masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(),
-                       accumulation(store_), compute);
+        masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(), accumulation,
+                       compute);
       });
       return at_mask_ = true;
     }
