@@ -3,8 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -18,17 +21,24 @@
 template <class F>
 SCAPE_HOST_LOOP void sweep_run(std::size_t begin, std::size_t end, F f) {
   if constexpr (requires { f.second_moment(begin); }) {
-    for (; begin + scape::word_bits <= end; begin += scape::word_bits) {
-      float roots[scape::word_bits];
+    for (; begin + scape::detail::update_batch <= end; begin += scape::detail::update_batch) {
+      float roots[scape::detail::update_batch];
       SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < scape::word_bits; ++i) roots[i] = f.second_moment(begin + i);
+      for (std::size_t i = 0; i < scape::detail::update_batch; ++i) roots[i] = f.second_moment(begin + i);
       scape::detail::take_square_roots(roots);
       SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < scape::word_bits; ++i) f.apply(begin + i, roots[i]);
+      for (std::size_t i = 0; i < scape::detail::update_batch; ++i) f.apply(begin + i, roots[i]);
     }
   }
   SCAPE_INDEPENDENT_ITERATIONS
   for (std::size_t i = begin; i < end; ++i) f(i);
+}
+
+// As bits, whose sum may be taken in any order.
+SCAPE_HOST_LOOP inline std::uint32_t sum_of_bits(const float* values, std::size_t count) {
+  std::uint32_t sum = 0;
+  for (std::size_t i = 0; i < count; ++i) sum += std::bit_cast<std::uint32_t>(values[i]);
+  return sum;
 }
 
 struct HostBackend {
@@ -96,6 +106,19 @@ struct HostBackend {
 
 // What there is without scape.
 void add_peers(Bench<HostBackend>& bench) {
+  bench.add("read", -1, [&bench] {
+    HostBackend& backend = bench.backend;
+    const auto values = noise(bench, bench.elements);
+    std::atomic<std::uint32_t> sum = 0;
+    bench.time(4, [&] {
+      backend.stream.enqueue([&sum, &pool = backend.pool, all = values.span()] {
+        scape::detail::run_parts(pool, all.size(), 65536, [&](std::size_t begin, std::size_t end) {
+          sum += sum_of_bits(all.data() + begin, end - begin);
+        });
+      });
+    });
+    benchmark::DoNotOptimize(sum.load());
+  });
   bench.add("memcpy", -1, [&bench] {
     const auto from = noise(bench, bench.elements), to = filled<float>(bench, bench.elements);
     bench.time(8, [&] { std::memcpy(to.span().data(), from.span().data(), from.bytes()); });

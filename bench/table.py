@@ -21,7 +21,7 @@ def time_per_element(run):
     return run["bytes_per_element"] / run["bandwidth"]
 
 
-rows = [("operation", "density", "bytes/element", "GB/s", "share of copy", "time / peer's")]
+rows = [("operation", "density", "bytes/element", "GB/s", "share of copy", "of read", "time / peer's")]
 for name, run in best.items():
     operation, density = re.fullmatch(r"(.*?)(?:/([\d.]+(?:e-\d+)?))?", name).groups()
     peer_name = PEERS.get(operation.split("/")[0])
@@ -32,9 +32,10 @@ for name, run in best.items():
         f"{run['bytes_per_element']:.3f}",
         f"{run['bandwidth'] / 1e9:.{1 if run['bandwidth'] > 1e10 else 3}f}",
         f"{run['bandwidth'] / best['copy']['bandwidth']:.0%}" if "copy" in best else "",
+        f"{run['bandwidth'] / best['read']['bandwidth']:.0%}" if "read" in best else "",
         f"{time_per_element(run) / time_per_element(peer):.2f} {peer_name}" if peer else "",
     ))
-rows.insert(1, ("---", "---:", "---:", "---:", "---:", "---:"))
+rows.insert(1, ("---",) + ("---:",) * 6)
 
 context = data["context"]
 title = [context["machine"], f"{int(context['elements']):,} elements", f"load {context['load_avg'][0]:.1f} at first"]

@@ -5,9 +5,13 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -311,3 +315,108 @@ TEST_CASE_TEMPLATE("clock: 2^20 + 1 elements as the reference", Rank, SCAPE_RANK
   const AdamSOptions options{.learning_rate = 0.01f, .weight_decay = 0.1f, .density = 0.01};
   CHECK(difference<Rank>(random_problem(scape::FlatLayout(size, 2), options, 3), ClockRule{}) == "");
 }
+
+#if !defined(__CUDACC__) && !defined(SCAPE_TESTS_OVER_MPI)
+
+namespace {
+
+// The state of the rule, without an optimizer, and what its functors work on.
+struct Alone {
+  HostBackend backend;
+  ClockRule::State<scape::HostMemory> rule;
+  Floats parameters, residual, gradient, payload;
+  scape::StepScalars now;
+
+  Alone(std::size_t size, const AdamSOptions& options)
+      : rule(ClockRule{}, options, size, size, backend.memory, backend.stream),
+        parameters(size),
+        residual(size),
+        gradient(size),
+        payload(size) {
+    now.step = 1;
+    now.gradient_scale = 1;
+  }
+  ClockRule::Update update() { return rule.update(parameters, {}, payload); }
+};
+
+std::uint32_t random_bits(std::mt19937& generator) { return static_cast<std::uint32_t>(generator()); }
+
+}  // namespace
+
+TEST_CASE("clock: no score is above its bound, whatever the numbers") {
+  const std::size_t size = 20000;
+  for (const auto& [beta1, beta2] : {std::pair(0.9f, 0.95f), std::pair(0.0f, 0.5f), std::pair(0.9999f, 0.9f)})
+    for (const bool any : {false, true}) {
+      CAPTURE(beta1);
+      CAPTURE(any);
+      Alone alone(size, {.beta1 = beta1, .beta2 = beta2});
+      std::mt19937 generator(3);
+      std::normal_distribution<float> normal;
+      const auto number = [&] { return any ? std::bit_cast<float>(random_bits(generator)) : normal(generator); };
+      const auto update = alone.update();
+      std::vector<scape::MaskWord> sent(size / 32);
+      for (scape::MaskWord& word : sent) word = random_bits(generator);
+      alone.now.step = 70000;
+      std::size_t close = 0, faults = 0;
+      for (std::size_t i = 0; i < size; ++i) {
+        alone.residual[i] = number();
+        alone.gradient[i] = i % 3 == 0 ? 0 : number();
+        update.moments[i] = i % 5 == 0 ? 0 : number();
+        update.clocks.last[i] = static_cast<std::uint16_t>(69999 - random_bits(generator) % (i % 2 == 0 ? 30 : 65000));
+      }
+      const auto check = [&](auto score) {
+        for (std::size_t i = 0; i < size; ++i) {
+          const float found = score(i, i), bound = score.bound(i, i);
+          // Selection takes infinity as a bound of NaN.
+          faults += scape::score_key(bound) < std::min(scape::score_key(found), 0x7f800000u);
+          close += std::abs(found) > 0.9f * bound;
+        }
+      };
+      const scape::ScaledGradient<float> gradient{alone.gradient.data(), &alone.now};
+      alone.rule.score_before(gradient, scape::PlaceOfElement{}, alone.residual, {}, alone.now, check);
+      alone.rule.score_after(gradient, scape::PlaceOfElement{}, alone.residual, {}, {}, alone.now, check);
+      alone.rule.score_after(gradient, scape::PlaceOfElement{}, alone.residual, {}, sent, alone.now, check);
+      CHECK(faults == 0);
+      CHECK(close > size / 10);
+    }
+}
+
+TEST_CASE("clock: a tile that is kept whole is updated as its elements are, of one clock or of several") {
+  const std::size_t size = 2 * scape::tile_bits + 77;
+  const scape::MaskPlan plan(scape::FlatLayout(size, 1));
+  const std::vector<scape::MaskWord> words = [&] {
+    std::vector<scape::MaskWord> words(plan.words(), ~scape::MaskWord{0});
+    words.back() = (scape::MaskWord{1} << size % 32) - 1;
+    return words;
+  }();
+  const std::vector<std::size_t> offsets = {0, scape::tile_bits, 2 * scape::tile_bits};
+  for (const std::size_t odd : {size, std::size_t{0}, scape::tile_bits - 1, size - 1}) {  // of another clock
+    CAPTURE(odd);
+    Alone alone(size, {.weight_decay = 0.1f}), expected(size, {.weight_decay = 0.1f});
+    for (Alone* one : {&alone, &expected}) {
+      std::mt19937 generator(3);
+      std::normal_distribution<float> normal;
+      one->now.step = 9;
+      one->now.learning_rate = 0.01f;
+      const auto update = one->update();
+      for (std::size_t i = 0; i < size; ++i) {
+        one->parameters[i] = normal(generator);
+        one->payload[i] = normal(generator);
+        update.moments[i] = normal(generator);
+        update.clocks.last[i] = i == odd ? 2 : 6;
+      }
+    }
+    const scape::MaskView mask{plan.view(), words, offsets, size};
+    scape::update(mask, alone.update(), alone.now, alone.backend.stream);
+    alone.backend.stream.synchronize();
+    const auto update = expected.update();
+    for (std::size_t i = 0; i < size; ++i)
+      update.kept(i, i, true, scape::square_root(update.second_moment(i, i, expected.now)), expected.now);
+    CHECK(same_bits(alone.parameters, expected.parameters));
+    const auto values = [](auto span) { return std::vector(span.begin(), span.end()); };
+    CHECK(same_bits(values(alone.rule.moments()), values(expected.rule.moments())));
+    CHECK(values(alone.rule.last()) == values(expected.rule.last()));
+  }
+}
+
+#endif

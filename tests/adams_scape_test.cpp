@@ -314,6 +314,37 @@ TEST_CASE_TEMPLATE("scape: every bias correction and score as the reference", Ra
     }
 }
 
+// Where a step is not reported on, the host selects while it accumulates: the same must come out.
+TEST_CASE_TEMPLATE("scape: reported on or not, whatever the timing, the same bits", Rank, SCAPE_RANKS) {
+  const auto check = [](const auto& layout, AdamSOptions options, MaskScore score, std::size_t steps) {
+    CAPTURE(options.density);
+    CAPTURE(options.density_warmup);
+    CAPTURE(options.delay);
+    CAPTURE(options.refresh);
+    CAPTURE(static_cast<int>(score));
+    options.learning_rate = 0.01f;
+    options.weight_decay = 0.1f;
+    Problem problem = random_problem(layout, options, steps);
+    for (std::size_t step = 0; step < steps; ++step)  // thresholds that no last one tells, now and then
+      if (step % 4 == 3)
+        for (Floats& gradient : problem.gradients[step])
+          for (float& value : gradient) value *= 1e6f;
+    const ScapeRule rule{.score = score};
+    const History expected = train<Rank>(problem, rule);
+    CHECK(disagreement(expected) == "");
+    CHECK(same(train<Rank>(problem, rule, false, 2), expected));
+  };
+  for (const AdamSOptions& options :
+       {AdamSOptions{.density = 0.1}, AdamSOptions{.density = 0.02, .density_warmup = 5},
+        AdamSOptions{.density = 0.1, .delay = 0}, AdamSOptions{.density = 0.1, .delay = 2},
+        AdamSOptions{.density = 0.1, .delay = 3, .refresh = 2}, AdamSOptions{.density = 0.1, .refresh = 5}})
+    for (const int ranks : {1, 3}) check(some_tensors(ranks), options, MaskScore::corrected, 12);
+  check(some_tensors(2), {.density = 0.1}, MaskScore::updated, 8);
+  // Segments that all threads work on.
+  const std::size_t size = cuts_long_runs() ? 10000 : 150000;
+  check(scape::TensorLayout({{size}, {7}, {5000, true}, {size + 33}}, 2), {.density = 0.01}, MaskScore::corrected, 6);
+}
+
 TEST_CASE_TEMPLATE("scape: 2^20 + 1 elements as the reference", Rank, SCAPE_RANKS) {
   const std::size_t size = sanitized ? (1 << 16) + 1 : (1 << 20) + 1;
   const AdamSOptions options{.learning_rate = 0.01f, .weight_decay = 0.1f, .density = 0.01};

@@ -560,6 +560,95 @@ TEST_CASE("the host reads the scores once, and again only where it must") {
   CHECK(selections.reads(values, 0.1) < 1.1);
 }
 
+TEST_CASE("the host prepares every tile once, ahead of its scores, whatever is guessed") {
+  for (const int threads : {1, 3}) {
+    scape::HostPool pool(threads);
+    const scape::HostStream stream(pool);
+    const int ranks = 3;
+    const MaskPlan plan(random_layout(ranks, 7));
+    const Values normal_values = normal(plan.size(), 5);
+    for (int rank = 0; rank < ranks; ++rank) {  // the last owns nothing
+      const scape::TopKMasker masker(plan, rank);
+      std::vector<std::byte> workspace(masker.workspace_bytes(stream));
+      // Cold, the same again, near, and where the last threshold tells nothing.
+      for (const float factor : {1.f, 1.f, 1.001f, 1e30f, 1e-30f, 1e-30f})
+        for (const double density : {0.01, 0.3, 1.}) {
+          CAPTURE(threads);
+          CAPTURE(rank);
+          CAPTURE(factor);
+          CAPTURE(density);
+          const Values values = make(plan.size(), [&](std::size_t i) { return factor * normal_values[i]; });
+          Values prepared(plan.size(), not_a_number);  // which would be kept
+          std::vector<std::atomic<int>> calls(plan.tiles().size());
+          Mask mask(plan.words(), untouched);
+          std::atomic<bool> is_written = false;
+          masker.select(
+              scape::Magnitude{prepared.data()}, density, mask, workspace,
+              [&](std::size_t i) {
+                const scape::Tile& tile = plan.tiles()[i];
+                ++calls[i];
+                std::copy_n(values.begin() + static_cast<std::ptrdiff_t>(tile.element), tile.count,
+                            prepared.begin() + static_cast<std::ptrdiff_t>(tile.element));
+                for (std::size_t bit = tile.bit; bit < tile.bit + tile.count; bit += 32)
+                  if (mask[bit / 32] != untouched) is_written = true;
+              },
+              stream);
+          stream.synchronize();
+          CHECK(std::all_of(calls.begin(), calls.end(), [](const auto& count) { return count == 1; }));
+          CHECK(!is_written);
+          CHECK(prepared == values);
+          CHECK(mask == Reference(plan, rank, values).mask(density));
+        }
+    }
+  }
+}
+
+namespace {
+
+// Values with a bound that is up to twice as large; of some NaN it is infinity only.
+struct Bounded {
+  const float* values;
+  std::atomic<std::size_t>* scores;
+  float operator()(std::size_t i, std::size_t) const {
+    scores->fetch_add(1, std::memory_order_relaxed);
+    return values[i];
+  }
+  float bound(std::size_t i, std::size_t) const {
+    if (std::isnan(values[i])) return i % 2 == 0 ? not_a_number : infinity;
+    return std::fabs(values[i]) * (1 + static_cast<float>(random_bits(i) % 1024) / 1024);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("the host computes few of the scores that have a bound, and keeps the same") {
+  scape::HostPool pool(2);
+  for (const std::size_t size : {33u, 5000u, 210001u}) {
+    const MaskPlan plan = flat(size);
+    for (const Kind& kind : kinds()) {
+      CAPTURE(size);
+      CAPTURE(kind.name);
+      const Values values = make(size, kind.value);
+      const Reference reference(plan, 0, values);
+      std::atomic<std::size_t> scores = 0;
+      Selections selections(plan, pool);
+      for (int time = 0; time < 2; ++time)
+        for (const double density : {0.001, 0.1, 0.4, 0.9})
+          CHECK(selections.select(Bounded{values.data(), &scores}, density) == reference.mask(density));
+    }
+  }
+  const MaskPlan plan = flat(300000);
+  const Values values = normal(plan.size());
+  std::atomic<std::size_t> scores = 0;
+  Selections selections(plan, pool);
+  for (int time = 0; time < 6; ++time) {
+    scores = 0;
+    selections.select(Bounded{values.data(), &scores}, 0.01);
+  }
+  CHECK(scores >= 3000);
+  CHECK(scores < 100000);
+}
+
 TEST_CASE("a lambda is a score") {
   scape::HostPool pool(2);
   const scape::HostStream stream(pool);

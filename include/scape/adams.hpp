@@ -480,6 +480,7 @@ class AdamS {
     bytes_before_ = communicator_.bytes_sent();
     bytes_compared_ = bytes_of_payload_ = 0;
     order_ = Fingerprint();
+    drafted_ = false;
     begin(gradients, compute);
   }
 
@@ -500,7 +501,8 @@ class AdamS {
   template <class G>
   void send(std::span<const G> gradients, const S& compute) {
     const MaskView mask = masks_.current();
-    accumulate(gradients, mask, compute);
+    drafted_ = accumulate_and_draft(gradients, compute);
+    if (!drafted_) accumulate(gradients, mask, compute);
     clock_.lap(&StepReport::Seconds::accumulate, compute);
     if (clock_.runs()) note_overlap(mask, compute);
     for (const PayloadPart& part : mask.parts) reduce(part, compute);
@@ -532,7 +534,10 @@ class AdamS {
     const std::size_t kept_before = masks_.step() == 0 ? 0 : plan_.kept(density_before_);
     if (report != nullptr) sum_overlap(plan_.tiles().size(), partials_.span(), scalars(), compute);
     clock_.mark(compute);
-    if (!rule_.selects_after_update()) draft(gradients, mask, compute);
+    if (drafted_)
+      publish(compute);
+    else if (!rule_.selects_after_update())
+      draft(gradients, mask, compute);
     clock_.lap(&StepReport::Seconds::select, compute);
     reducer_.wait(compute);
     clock_.lap(&StepReport::Seconds::payload_wait, compute);
@@ -668,6 +673,30 @@ class AdamS {
                         rule_.accumulation(), scalars(), compute);
   }
 
+  // Accumulating and selecting the next mask in one, where the stream can: each tile's scores are computed right after
+  // it was accumulated, and found in the cache. The mask is written over `before`, tile by tile, which is why a step
+  // that is reported on selects later, and so does the first, whose `before` has no dense bits yet. Returns whether.
+  template <class G>
+  bool accumulate_and_draft(std::span<const G> gradients, const S& compute) {
+    const MaskView mask = masks_.current();
+    const std::span<float> payload = reducer_.payload(mask);
+    if constexpr (requires {
+                    store_.accumulation(gradients, mask, errors_before_, mask, payload, payload, rule_.accumulation(),
+                                        scalars(), compute);
+                  }) {
+      if (clock_.runs() || at_mask_ || rule_.selects_after_update() || !masks_.draft_next() || masks_.step() == 0)
+        return false;
+      const auto accumulation = store_.accumulation(gradients, masks_.previous(), errors_before_, mask, payload,
+                                                    rule_.set_aside(), rule_.accumulation(), scalars(), compute);
+      score_after(gradients, mask, compute, [&](auto score) {
+        masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(), accumulation,
+                       compute);
+      });
+      return true;
+    }
+    return false;
+  }
+
   template <class G>
   void sum_up(std::span<const G> gradients, const S& compute) {
     const int rank = communicator_.rank();
@@ -782,22 +811,31 @@ class AdamS {
   // Selects the mask of a later step, and starts its exchange.
   template <class G>
   void draft(std::span<const G> gradients, MaskView mask, const S& compute) {
-    if (!masks_.draft_next()) return;
+    if (masks_.draft_next()) score_after(gradients, mask, compute, select_and_publish(compute));
+  }
+
+  // select(score) with the score of a later step's mask.
+  template <class G, class Select>
+  void score_after(std::span<const G> gradients, MaskView mask, const S& compute, Select select) {
     const std::span<MaskWord> own = own_part(sent_.span());
     for (std::size_t i = 0; i < masks_.pending() && !own.empty(); ++i)
       for_each(own.size(), detail::Merge{own.data(), own_part(masks_.pending(i)).data(), i == 0}, compute);
     const auto sent = masks_.pending() == 0 ? std::span<const MaskWord>() : std::span<const MaskWord>(sent_.span());
     with_gradient(gradients, [&](auto gradient) {
-      rule_.score_after(gradient, place(), store_.values(), mask, sent, scalars(), select_and_publish(compute));
+      rule_.score_after(gradient, place(), store_.values(), mask, sent, scalars(), select);
     });
   }
 
   auto select_and_publish(const S& compute) {
     return [this, &compute](auto score) {
       masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(), compute);
-      masks_.publish(communicator_, compute, side_);
-      compare(masks_.pending(masks_.pending() - 1));
+      publish(compute);
     };
+  }
+
+  void publish(const S& compute) {
+    masks_.publish(communicator_, compute, side_);
+    compare(masks_.pending(masks_.pending() - 1));
   }
 
   template <class Word>
@@ -921,6 +959,7 @@ class AdamS {
   std::size_t micro_batches_ = 0;         // of the step that has begun
   bool at_mask_ = false;                  // whether they are in the payload
   std::span<const float> errors_before_;  // at the previous mask
+  bool drafted_ = false;                  // whether the step's accumulation has selected a mask, to be published
   bool selects_first_ = false;            // whether buckets can only wait until the last is there
   bool passing_ = false;                  // whether a step in buckets sees each one's gradients once only
   bool rates_are_new_ = true, broken_ = false, under_way_ = false;

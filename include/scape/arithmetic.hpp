@@ -43,6 +43,9 @@ SCAPE_HOST_DEVICE inline float choose(bool condition, float a, float b) {
   return float_of(y ^ ((x ^ y) & (0u - static_cast<std::uint32_t>(condition))));
 }
 
+/// |a|
+SCAPE_HOST_DEVICE inline float magnitude(float a) { return float_of(bits_of(a) & 0x7fffffffu); }
+
 /// 1 for NaN and infinity, else 0.
 SCAPE_HOST_DEVICE inline std::uint32_t is_nonfinite(float a) { return (bits_of(a) & 0x7f800000u) == 0x7f800000u; }
 

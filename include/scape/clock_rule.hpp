@@ -51,16 +51,30 @@ struct ClockRule {
   /// Elements' clocks. steps(i, now) = n for the step numbered `now` (from 1 on).
   struct Clocks {
     std::uint16_t* last;
-    const float* powers;  // four a step: as an array of Powers GCC does not vectorise the look-up
-    unsigned largest;     // n beyond which the powers do not change
+    const std::uint64_t* powers;  // for each n beta1^n and, in the upper half, 1 - beta1^n; the same for beta2
+    unsigned largest;             // n beyond which the powers do not change
 
     SCAPE_HOST_DEVICE unsigned steps(std::size_t i, std::uint64_t now) const {
       const unsigned n = static_cast<std::uint16_t>(now - last[i]);
       return n < longest ? n : longest;
     }
     SCAPE_HOST_DEVICE Powers at(unsigned n) const {
-      const float* const power = powers + 4 * (n < largest ? n : largest);
-      return {power[0], power[1], power[2], power[3]};
+      // Two numbers with one look-up: where vectors gather, that is what takes the time.
+      const std::uint64_t* const power = powers + 2 * (n < largest ? n : largest);
+      const std::uint64_t first = power[0], second = power[1];
+      return {float_of(static_cast<std::uint32_t>(first)), float_of(static_cast<std::uint32_t>(first >> 32)),
+              float_of(static_cast<std::uint32_t>(second)), float_of(static_cast<std::uint32_t>(second >> 32))};
+    }
+  };
+  /// The same where it is one n for all.
+  struct SameClock {
+    std::uint16_t* last;
+    unsigned n;
+    Powers power;
+
+    unsigned steps(std::size_t, std::uint64_t) const { return n; }
+    Powers at(unsigned) const {  // one by one: GCC vectorises no copy of a struct
+      return {power.beta1, power.one_minus_beta1, power.beta2, power.one_minus_beta2};
     }
   };
 
@@ -76,10 +90,11 @@ struct ClockRule {
     }
   };
 
-  struct Update {
+  template <class C>
+  struct UpdateBy {
     float *parameters, *moments;
     const float* payload;
-    Clocks clocks;
+    C clocks;
     float cap, epsilon, weight_decay;
     std::size_t shift = 0;  // from an element to its place in the other arrays: set for each tile
 
@@ -109,7 +124,26 @@ struct ClockRule {
       moments[i] = first;
       clocks.last[i] = static_cast<std::uint16_t>(now.step);
     }
+    // Runs f with what does the same for elements [i, i + count): faster where all were kept in the same step.
+    template <class F>
+    void for_run(std::size_t i, std::size_t count, const StepScalars& now, F f) const {
+      if (!are_equal(clocks.last + i + shift, count)) return f(*this);
+      const unsigned n = clocks.steps(i + shift, now.step);
+      f(UpdateBy<SameClock>{
+          parameters, moments, payload, {clocks.last, n, clocks.at(n)}, cap, epsilon, weight_decay, shift});
+    }
+    static bool are_equal(const std::uint16_t* values, std::size_t count) {
+      unsigned differences = 0;
+      for (std::size_t i = 1; i < count; ++i) differences |= static_cast<unsigned>(values[i] ^ values[0]);
+      return differences == 0;
+    }
+    void prefetch(std::size_t i) const {
+      __builtin_prefetch(parameters + i + shift, 1);
+      __builtin_prefetch(moments + i + shift, 1);
+      __builtin_prefetch(clocks.last + i + shift, 1);
+    }
   };
+  using Update = UpdateBy<Clocks>;
 
   // What the element's first moment would be if it were kept in the step `ahead` of this one, the present gradient
   // standing for the next, times the steps that it would move by.
@@ -121,6 +155,7 @@ struct ClockRule {
     Clocks clocks;
     const StepScalars* now;
     std::uint64_t ahead;
+    float most;  // n * beta1^n for any n
 
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
       return of(element, bit, residual[element], clocks.steps(place(element, bit), now->step + ahead));
@@ -130,6 +165,15 @@ struct ClockRule {
       const float count = static_cast<float>(n);
       const float sum = add(unsent, gradient(element, bit)), moment = moments[place(element, bit)];
       return multiply(count, add(multiply(power.beta1, moment), multiply(power.one_minus_beta1, divide(sum, count))));
+    }
+    // At least |score|, without the clock: n * beta1^n and (1 - beta1^n) are bounded. What is added covers rounding.
+    SCAPE_HOST_DEVICE float bound(std::size_t element, std::size_t bit) const {
+      return bound_of(element, bit, residual[element]);
+    }
+    SCAPE_HOST_DEVICE float bound_of(std::size_t element, std::size_t bit, float unsent) const {
+      const float sum = magnitude(add(unsent, gradient(element, bit)));
+      const float moment = magnitude(moments[place(element, bit)]);
+      return multiply_add(add(sum, multiply(most, moment)), 1 + 0x1p-20f, 0x1p-126f);
     }
   };
   // The same where other masks wait for their turn: their elements, `sent`, count as sent.
@@ -141,6 +185,10 @@ struct ClockRule {
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t bit) const {
       const bool is_sent = sent[bit / word_bits] >> bit % word_bits & 1;
       return is_sent ? score.of(element, bit, 0, 1) : score(element, bit);
+    }
+    SCAPE_HOST_DEVICE float bound(std::size_t element, std::size_t bit) const {
+      const bool is_sent = sent[bit / word_bits] >> bit % word_bits & 1;
+      return score.bound_of(element, bit, choose(is_sent, 0.0f, score.residual[element]));
     }
   };
 
@@ -159,11 +207,12 @@ class ClockRule::State {
         moments_(size, memory),
         last_(size, memory),
         table_(powers_of(options)),
+        most_(largest_product(table_)),
         powers_(table_.size(), memory) {
     expects(rule.cap >= 1 && rule.cap <= static_cast<float>(longest), "cap", rule.cap, "must be 1 to ", longest);
     fill_values(moments_.span(), 0.0f, stream);
     fill_values(last_.span(), std::uint16_t{0}, stream);
-    copy_values(std::span<const float>(table_), powers_.span(), stream);
+    copy_values(std::span<const std::uint64_t>(table_), powers_.span(), stream);
     stream.synchronize();
   }
 
@@ -209,19 +258,32 @@ class ClockRule::State {
   template <class Gradient, class Place>
   Score<Gradient, Place> score(Gradient gradient, Place place, std::span<const float> residual, const StepScalars& now,
                                std::uint64_t ahead) const {
-    return {gradient, place, residual.data(), moments_.span().data(), clocks(), &now, ahead};
+    return {gradient, place, residual.data(), moments_.span().data(), clocks(), &now, ahead, most_};
   }
 
   Clocks clocks() const noexcept {
-    return {last_.span().data(), powers_.span().data(), static_cast<unsigned>(table_.size() / 4 - 1)};
+    return {last_.span().data(), powers_.span().data(), static_cast<unsigned>(table_.size() / 2 - 1)};
+  }
+
+  // The largest n * beta^n of the table: where it ends, either n is longest or the power 0.
+  static float largest_product(const std::vector<std::uint64_t>& table) {
+    float most = 0;
+    for (std::size_t n = 0; 2 * n < table.size(); ++n)
+      most = std::max(most, static_cast<float>(n) * float_of(static_cast<std::uint32_t>(table[2 * n])));
+    return most;
   }
 
   // By repeated multiplication, so that every machine computes the same. Ends where both powers count for nothing.
-  static std::vector<float> powers_of(const AdamSOptions& options) {
-    std::vector<float> table;
+  static std::vector<std::uint64_t> powers_of(const AdamSOptions& options) {
+    const auto pair = [](double power) {
+      const auto bits = [](double value) { return std::uint64_t{bits_of(static_cast<float>(value))}; };
+      return bits(power) | bits(1 - power) << 32;
+    };
+    std::vector<std::uint64_t> table;
     double first = 1, second = 1;
     for (unsigned n = 0; n <= longest; ++n) {
-      for (const double power : {first, 1 - first, second, 1 - second}) table.push_back(static_cast<float>(power));
+      table.push_back(pair(first));
+      table.push_back(pair(second));
       if (static_cast<float>(first) == 0 && static_cast<float>(second) == 0) break;
       first *= static_cast<double>(options.beta1);
       second *= static_cast<double>(options.beta2);
@@ -233,8 +295,9 @@ class ClockRule::State {
   AdamSOptions options_;
   Buffer<float, M> moments_;
   Buffer<std::uint16_t, M> last_;
-  std::vector<float> table_;
-  Buffer<float, M> powers_;
+  std::vector<std::uint64_t> table_;
+  float most_;
+  Buffer<std::uint64_t, M> powers_;
 };
 
 }  // namespace scape::inline v0

@@ -89,14 +89,20 @@ class ResidualStore {
   void accumulate(std::span<const G> gradient, MaskView before, std::span<const float> errors, MaskView mask,
                   std::span<float> payload, std::span<float> moments, const Rule& rule, const StepScalars& scalars,
                   const S& stream) const {
-    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
-            values_.size());
-    expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
-    expects(errors.empty() || errors.size() >= before.kept, "errors.size()", errors.size(),
-            "must be 0 or at least the mask before's ", before.kept);
-    if constexpr (requires { rule.moment(0.0f, true); })
-      expects(moments.size() >= mask.kept, "moments.size()", moments.size(), "must be at least the mask's ", mask.kept);
+    check(gradient, before, errors, mask, payload, moments, rule);
     accumulate_gradient(gradient, values(), before, errors, mask, payload, moments, rule, scalars, stream);
+  }
+
+  /// The same as a functor of a tile's number, to be called once for each by other work of the stream, such as
+  /// TopKMasker::select. Not every stream has it: HostStream has.
+  template <class G, class Rule, Stream S>
+  auto accumulation(std::span<const G> gradient, MaskView before, std::span<const float> errors, MaskView mask,
+                    std::span<float> payload, std::span<float> moments, const Rule& rule, const StepScalars& scalars,
+                    const S& stream) const requires(requires {
+    tile_accumulation(gradient, payload, before, errors, mask, payload, moments, rule, scalars, stream);
+  }) {
+    check(gradient, before, errors, mask, payload, moments, rule);
+    return tile_accumulation(gradient, values(), before, errors, mask, payload, moments, rule, scalars, stream);
   }
 
   /// values += gradient, for algorithms that select from the sum before they send.
@@ -140,6 +146,18 @@ class ResidualStore {
   }
 
  private:
+  template <class G, class Rule>
+  void check(std::span<const G> gradient, const MaskView& before, std::span<const float> errors, const MaskView& mask,
+             std::span<float> payload, std::span<float> moments, const Rule& rule) const {
+    expects(gradient.size() == values_.size(), "gradient.size()", gradient.size(), "must be the store's size, ",
+            values_.size());
+    expects(payload.size() >= mask.kept, "payload.size()", payload.size(), "must be at least the mask's ", mask.kept);
+    expects(errors.empty() || errors.size() >= before.kept, "errors.size()", errors.size(),
+            "must be 0 or at least the mask before's ", before.kept);
+    if constexpr (requires { rule.moment(0.0f, true); })
+      expects(moments.size() >= mask.kept, "moments.size()", moments.size(), "must be at least the mask's ", mask.kept);
+  }
+
   Buffer<float, M> values_;
 };
 

@@ -94,17 +94,25 @@ struct ScapeRule {
     }
     SCAPE_HOST_DEVICE float second_moment(std::size_t, std::size_t position, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);
-      const float old = divide(moments[position], now.old_correction);
+      const float old = corrected(moments[position], now.old_correction);
       const float second =
           add(multiply(beta2, multiply(old, old)), multiply(one_minus_beta2, multiply(gradient, gradient)));
-      return divide(second, now.second_correction);
+      return corrected(second, now.second_correction);
     }
     SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, float root, const StepScalars& now) const {
       const float first = first_moment(position, now);
       const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
-      const float step = divide(divide(first, now.first_correction), choose(scale == 0, 1.0f, scale));
+      const float step = divide(corrected(first, now.first_correction), choose(scale == 0, 1.0f, scale));
       parameters[i + shift] = subtract(parameters[i + shift], multiply(now.learning_rate, step));
       state[i] = first;
+    }
+    // Corrections become 1 after some hundred steps: no division, then.
+    SCAPE_HOST_DEVICE static float corrected(float moment, float correction) {
+      return correction == 1 ? moment : divide(moment, correction);
+    }
+    void prefetch(std::size_t i) const {
+      if (!decays) __builtin_prefetch(parameters + i + shift, 1);  // else all of them are read
+      __builtin_prefetch(state + i, 1);
     }
     SCAPE_HOST_DEVICE float first_moment(std::size_t position, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);

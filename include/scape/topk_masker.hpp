@@ -13,7 +13,9 @@
 namespace scape::inline v0 {
 
 /// How much an element is worth: a cheap pure function of its index in parameter space and its bit in mask space,
-/// called on the fly, any number of times, on any thread. Elements are ranked by |score|.
+/// called on the fly, any number of times, on any thread. Elements are ranked by |score|. It may have a member of the
+/// same arguments, bound: at least |score|, or NaN, and infinity or NaN where the score is NaN. Hosts then compute only
+/// scores whose bound reaches what they look for.
 template <class F>
 concept ScoreFunction = std::copy_constructible<F> && requires(const F& score, std::size_t element, std::size_t bit) {
   { score(element, bit) } -> std::same_as<float>;
@@ -70,12 +72,21 @@ class TopKMasker {
     static_assert(
         requires { select_top(*plan_, tables_, rank_, density, score, mask, workspace, stream); },
         "selection is not implemented for this stream; include <scape/host/select.hpp> or <scape/cuda/select.cuh>");
-    expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
-    expects(mask.size() == plan_->words(), "mask.size()", mask.size(), "must be plan.words(), ", plan_->words());
-    const std::size_t needed = workspace_bytes(stream);
-    expects(workspace.size() >= needed, "workspace.size()", workspace.size(), "must be at least workspace_bytes(), ",
-            needed);
+    check(density, mask, workspace, stream);
     select_top(*plan_, tables_, rank_, density, score, mask, workspace, stream);
+  }
+
+  /// The same, after prepare(i) was called for every tile of the plan, of whatever rank: once each, on any thread,
+  /// ahead of the scores of the tile's elements, and mostly right ahead of them, so that they find in the cache what it
+  /// has left there. Not every stream can: HostStream can.
+  template <ScoreFunction F, class Prepare, Stream S>
+  void select(F score, double density, std::span<MaskWord> mask, std::span<std::byte> workspace, Prepare prepare,
+              const S& stream) const {
+    static_assert(
+        requires { select_top(*plan_, tables_, rank_, density, score, mask, workspace, prepare, stream); },
+        "this stream cannot select right behind other work; HostStream can, with <scape/host/select.hpp>");
+    check(density, mask, workspace, stream);
+    select_top(*plan_, tables_, rank_, density, score, mask, workspace, prepare, stream);
   }
 
   /// The same by the magnitudes of `values`, an array over all of parameter space.
@@ -87,6 +98,15 @@ class TopKMasker {
   }
 
  private:
+  template <Stream S>
+  void check(double density, std::span<MaskWord> mask, std::span<std::byte> workspace, const S& stream) const {
+    expects(density >= 0 && density <= 1, "density", density, "must be 0 to 1");
+    expects(mask.size() == plan_->words(), "mask.size()", mask.size(), "must be plan.words(), ", plan_->words());
+    const std::size_t needed = workspace_bytes(stream);
+    expects(workspace.size() >= needed, "workspace.size()", workspace.size(), "must be at least workspace_bytes(), ",
+            needed);
+  }
+
   const MaskPlan* plan_;
   PlanView tables_;
   int rank_;

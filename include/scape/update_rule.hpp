@@ -29,7 +29,9 @@ struct AnySelect {  // stands for what scores are handed to
 ///   accumulation()  members state, payload and optionally moment, as ErrorFeedback has them
 ///   update(...)     members needs_every, every, second_moment, kept, shift, as ScapeRule::Update has them
 ///   score_before, score_after: call select once with the ScoreFunction of a mask for this step, before anything is
-///                   accumulated, or for a later one; which of update and score_after is first, the rule says
+///                   accumulated, or for a later one; which of update and score_after is first, the rule says. If
+///                   score_after is, its score must read its own element only, and no mask but this step's: hosts call
+///                   it while other elements are still to be accumulated
 ///   follow(...)     only where follows_others: a functor for kept elements of other ranks, if parameters are sharded
 template <class R, class M>
 concept UpdateRule = MemoryResource<M> && std::copyable<R> &&

@@ -13,8 +13,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
+#include <type_traits>
 #include <utility>
 
 namespace scape::inline v0 {
@@ -114,6 +116,38 @@ SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::si
   return counts;
 }
 
+/// The same by fewer scores, where they have a bound that is quicker to compute: only of elements whose bound reaches
+/// the range. At most select_block of them.
+template <class Score>
+SCAPE_HOST_LOOP KeyCounts compare_bounded_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
+                                               KeyRange range, MaskWord* above, MaskWord* reached) {
+  constexpr int few = 12;  // scores of a word that cost less one by one
+  const std::uint32_t least = std::min(range.low, score_key(std::numeric_limits<float>::infinity()));
+  KeyCounts counts;
+  const auto compare = [&](std::size_t begin, std::size_t bits) {
+    MaskWord possible = 0, larger = 0, larger_or_inside = 0;
+    for (std::size_t i = 0; i < bits; ++i)
+      possible |= static_cast<MaskWord>(score_key(score.bound(element + begin + i, bit + begin + i)) >= least) << i;
+    const auto take = [&](std::size_t i) {
+      const std::uint32_t key = score_key(score(element + begin + i, bit + begin + i));
+      larger |= static_cast<MaskWord>(key >= range.high) << i;
+      larger_or_inside |= static_cast<MaskWord>(key >= range.low) << i;
+    };
+    if (std::popcount(possible) > few)
+      for (std::size_t i = 0; i < bits; ++i) take(i);
+    else
+      for (; possible != 0; possible &= possible - 1) take(static_cast<std::size_t>(std::countr_zero(possible)));
+    above[begin / word_bits] = larger;
+    reached[begin / word_bits] = larger_or_inside;
+    counts.above += static_cast<std::size_t>(std::popcount(larger));
+    counts.reached += static_cast<std::size_t>(std::popcount(larger_or_inside));
+  };
+  std::size_t begin = 0;
+  for (; begin + word_bits <= count; begin += word_bits) compare(begin, word_bits);
+  if (begin != count) compare(begin, count - begin);
+  return counts;
+}
+
 /// Encodes the keys inside the range, by the bits that compare_keys wrote. Those of a segment count from `begin`.
 template <class Score>
 SCAPE_HOST_LOOP void collect_keys(Score score, std::size_t element, std::size_t bit, std::size_t begin,
@@ -158,6 +192,11 @@ inline KeyRange range_of_kth(std::span<const std::uint32_t> keys, std::size_t k,
   return range;
 }
 
+/// What select_top does ahead of a tile's first score: nothing.
+struct NothingFirst {
+  void operator()(std::size_t) const {}
+};
+
 /// Finds the k largest keys of one segment, the lower index first where they are equal, and writes its words.
 ///
 /// A range of keys that should hold the k-th is guessed, from the last call's threshold or else from a sample. One read
@@ -165,14 +204,18 @@ inline KeyRange range_of_kth(std::span<const std::uint32_t> keys, std::size_t k,
 /// is decided. Where the guess was wrong, or more keys are inside than there is room for, the counts narrow what is
 /// open and another guess is read; at worst down to one key that many elements share, the first of which one more read
 /// finds.
-template <class Score>
+///
+/// prepare(i) is called once for the i-th tile_bits elements, ahead of their first score: by the read itself, so that
+/// it finds them in the cache, unless a sample has to be taken before.
+template <class Score, class Prepare>
 class Selection {
  public:
   /// One chunk for every select_chunk elements; they are worked on one after the other where there is no pool. Scratch:
   /// candidates_for(count) numbers.
-  Selection(Score score, std::size_t element, std::size_t bit, std::size_t count, MaskWord* words,
+  Selection(Score score, Prepare prepare, std::size_t element, std::size_t bit, std::size_t count, MaskWord* words,
             std::span<SelectChunk> chunks, std::byte* scratch, HostPool* pool)
       : score_(score),
+        prepare_(prepare),
         element_(element),
         bit_(bit),
         count_(count),
@@ -183,7 +226,10 @@ class Selection {
         pool_(pool) {}
 
   void select(std::size_t k, LastThreshold& last) {
-    if (k == count_) return run(chunks_.size(), [this](std::size_t i) { keep_all(i); });
+    if (k == count_) {
+      prepare_all();
+      return run(chunks_.size(), [this](std::size_t i) { keep_all(i); });
+    }
     k_ = k;
     for (KeyRange guess = first_guess(last);; guess = next_guess()) {
       const KeyCounts counts = read(guess);
@@ -218,6 +264,15 @@ class Selection {
     for (std::size_t i = chunk * select_chunk; i < end; i += select_block) body(i, std::min(select_block, end - i));
   }
 
+  void prepare_all() {
+    run(chunks_.size(),
+        [this](std::size_t i) { for_blocks(i, [this](std::size_t begin, std::size_t) { prepare(begin); }); });
+    is_prepared_ = true;
+  }
+  void prepare(std::size_t begin) const {
+    if (begin % tile_bits == 0) prepare_(begin / tile_bits);
+  }
+
   void keep_all(std::size_t chunk) {
     for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
       std::fill_n(words_ + begin / word_bits, words_for(count), ~MaskWord{0});
@@ -228,7 +283,10 @@ class Selection {
   // ---- Guesses
 
   KeyRange first_guess(LastThreshold last) {
-    if (last.reach == 0 || last.jumps) return next_guess();
+    if (last.reach == 0 || last.jumps) {
+      prepare_all();
+      return next_guess();
+    }
     const std::uint32_t key = last.key;
     return {key - std::min(key, last.reach - 1), key + std::min(key_end - key, last.reach)};
   }
@@ -314,9 +372,17 @@ class Selection {
   KeyCounts read(KeyRange range) {
     found_ = 0;
     run(chunks_.size(), [=, this](std::size_t i) { chunks_[i].counts = read_chunk(i, range); });
+    is_prepared_ = true;
     KeyCounts counts;
     for (const SelectChunk& chunk : chunks_) counts += chunk.counts;
     return counts;
+  }
+
+  KeyCounts compare(std::size_t begin, std::size_t count, KeyRange range, MaskWord* above, MaskWord* reached) const {
+    if constexpr (requires { score_.bound(element_, bit_); })
+      return compare_bounded_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached);
+    else
+      return compare_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached);
   }
 
   KeyCounts read_chunk(std::size_t chunk, KeyRange range) {
@@ -325,8 +391,9 @@ class Selection {
     std::size_t pending = 0;
     KeyCounts counts;
     for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
+      if (!is_prepared_) prepare(begin);
       MaskWord* const above = words_ + begin / word_bits;
-      const KeyCounts block = compare_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached.data());
+      const KeyCounts block = compare(begin, count, range, above, reached.data());
       counts += block;
       if (block.inside() == 0 || !can_collect(range, found_)) return;
       collect_keys(score_, element_, bit_, begin, {above, words_for(count)}, reached.data(), code(range),
@@ -389,13 +456,15 @@ class Selection {
       for_blocks(i, [&](std::size_t begin, std::size_t count) {
         std::array<MaskWord, select_block / word_bits> reached;
         MaskWord* const words = words_ + begin / word_bits;
-        compare_keys(score_, element_ + begin, bit_ + begin, count, open_, words, reached.data());
+        compare(begin, count, open_, words, reached.data());
         join_first({words, words_for(count)}, reached.data(), kept);
       });
     });
   }
 
   Score score_;
+  Prepare prepare_;
+  bool is_prepared_ = std::is_same_v<Prepare, NothingFirst>;
   std::size_t element_, bit_, count_;
   MaskWord* words_;
   std::span<SelectChunk> chunks_;
@@ -448,21 +517,32 @@ inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const 
 /// the lower index first where keys are equal. Computes every score once, and a few again; twice where more keys are
 /// equal to the k-th than there is room for, or where a guess fails: about once in a hundred times. At worst, with
 /// scores made for it, about 50 times.
-template <class Score>
+///
+/// Calls prepare(i) once for every tile of the plan, of whatever rank, ahead of all scores of the tile's elements and
+/// of what is written of its words; mostly right ahead, so that scores find in the cache what prepare has left there.
+template <class Score, class Prepare>
 void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score score, std::span<MaskWord> words,
-                std::span<std::byte> workspace, const HostStream& stream) {
+                std::span<std::byte> workspace, Prepare prepare, const HostStream& stream) {
   stream.enqueue([=, &plan, &pool = stream.pool()] {
     const detail::HostSelectWorkspace layout(plan, rank);
     void* base = workspace.data();
     std::size_t size = workspace.size();
     std::align(alignof(std::uint64_t), 0, base, size);
     const auto at = [base](std::size_t offset) { return static_cast<std::byte*>(base) + offset; };
-    const auto tiles = plan.tiles().subspan(plan.first_tile(rank), plan.first_dense_tile(rank) - plan.first_tile(rank));
+    const std::size_t first_tile = plan.first_tile(rank);
+    const auto tiles = plan.tiles().subspan(first_tile, plan.first_dense_tile(rank) - first_tile);
     const auto select = [&](std::size_t i, const Segment& segment, detail::SelectChunk* chunks, std::byte* scratch,
                             HostPool* threads) {
-      detail::Selection(score, segment.begin, tiles[i].bit, segment.count, words.data() + tiles[i].bit / word_bits,
-                        {chunks, detail::chunks_for(segment.count)}, scratch, threads)
-          .select(plan.kept(segment, density), reinterpret_cast<detail::LastThreshold*>(at(0))[i]);
+      const auto select_after = [&](auto first) {
+        detail::Selection(score, first, segment.begin, tiles[i].bit, segment.count,
+                          words.data() + tiles[i].bit / word_bits, {chunks, detail::chunks_for(segment.count)}, scratch,
+                          threads)
+            .select(plan.kept(segment, density), reinterpret_cast<detail::LastThreshold*>(at(0))[i]);
+      };
+      if constexpr (std::is_same_v<Prepare, detail::NothingFirst>)
+        select_after(prepare);
+      else
+        select_after([&prepare, first = first_tile + i](std::size_t tile) { prepare(first + tile); });
     };
 
     constexpr std::size_t run = 32;
@@ -479,11 +559,21 @@ void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score 
       if (segment.count > detail::small_segment)
         select(i, segment, reinterpret_cast<detail::SelectChunk*>(at(layout.chunks)), at(layout.scratch), &pool);
     });
+    if constexpr (!std::is_same_v<Prepare, detail::NothingFirst>)  // the tiles that are not selected in
+      pool.run(plan.tiles().size() - tiles.size(),
+               [&](std::size_t i) { prepare(i < first_tile ? i : i + tiles.size()); });
 
     const std::size_t begin = plan.part_begin(rank), end = begin + plan.part_words()[static_cast<std::size_t>(rank)];
     const std::size_t used = tiles.empty() ? begin : tiles.back().bit / word_bits + words_for(tiles.back().count);
     std::fill(words.begin() + static_cast<std::ptrdiff_t>(used), words.begin() + static_cast<std::ptrdiff_t>(end), 0);
   });
+}
+
+/// The same with nothing to prepare.
+template <class Score>
+void select_top(const MaskPlan& plan, PlanView tables, int rank, double density, Score score, std::span<MaskWord> words,
+                std::span<std::byte> workspace, const HostStream& stream) {
+  select_top(plan, tables, rank, density, score, words, workspace, detail::NothingFirst{}, stream);
 }
 
 }  // namespace scape::inline v0

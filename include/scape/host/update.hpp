@@ -2,6 +2,7 @@
 
 #include <scape/arithmetic.hpp>
 #include <scape/host/loop.hpp>
+#include <scape/host/set_bits.hpp>
 #include <scape/host/stream.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/step_scalars.hpp>
@@ -13,8 +14,8 @@
 #include <cstdint>
 #include <span>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #endif
 
 namespace scape::inline v0 {
@@ -92,6 +93,36 @@ SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, Gradient gradient, float*
   }
 }
 
+// accumulate_gradient's work on one tile.
+template <class G, class F>
+struct AccumulateTile {
+  const G* gradient;
+  float* state;
+  const MaskWord* before;
+  const std::size_t* places;  // of the errors
+  const float* errors;
+  const Tile* tiles;
+  const MaskWord* mask;
+  const std::size_t* offsets;
+  float *payload, *moments;
+  F rule;
+  const StepScalars* scalars;
+
+  void operator()(std::size_t i) const {
+    const Tile& tile = tiles[i];
+    const std::size_t offset = offsets[i];
+    const auto accumulate = [&](auto of_tile) {
+      accumulate_tile(tile, of_tile, state, before, mask, payload + offset,
+                      moments == nullptr ? nullptr : moments + offset, rule);
+    };
+    const TileGradient<G> of_tile{gradient + tile.element, scalars->gradient_scale};
+    if (errors == nullptr)
+      accumulate(of_tile);
+    else
+      accumulate(TileGradientAndErrors<G>{of_tile, errors + places[i]});
+  }
+};
+
 // Every kept element of a tile: full(element, position) for each 32 that a word full of ones stands for, one(element,
 // position) for the others.
 template <class Full, class One>
@@ -109,37 +140,71 @@ SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::si
   }
 }
 
-// Of word_bits values; apart, since GCC does not vectorise std::sqrt, which may set errno.
-inline void take_square_roots(float* values) {
-#if defined(__SSE2__)
-  for (std::size_t i = 0; i < word_bits; i += 4) _mm_storeu_ps(values + i, _mm_sqrt_ps(_mm_loadu_ps(values + i)));
-#else
-  for (std::size_t i = 0; i < word_bits; ++i) values[i] = square_root(values[i]);
+inline constexpr std::size_t update_batch = 64;  // elements whose square roots are taken at once
+
+#if defined(__x86_64__)
+[[gnu::target("avx")]] inline void take_square_roots_avx(float* values) {
+  for (std::size_t i = 0; i < update_batch; i += 8)
+    _mm256_storeu_ps(values + i, _mm256_sqrt_ps(_mm256_loadu_ps(values + i)));
+}
 #endif
+
+// Apart, since GCC does not vectorise std::sqrt, which may set errno.
+inline void take_square_roots(float (&values)[update_batch]) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx")) return take_square_roots_avx(values);
+#endif
+  for (float& value : values) value = square_root(value);
+}
+
+// The kept elements element_of(0) to element_of(count - 1), at payload positions from `position` on.
+template <class F, class Elements>
+void update_batch_of(const F& rule, Elements element_of, std::size_t position, std::size_t count, bool decay,
+                     const StepScalars& now) {
+  float roots[update_batch] = {};
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = 0; i < count; ++i) roots[i] = rule.second_moment(element_of(i), position + i, now);
+  take_square_roots(roots);
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = 0; i < count; ++i) rule.kept(element_of(i), position + i, decay, roots[i], now);
 }
 
 template <class F>
-struct UpdateKept {
-  F rule;
-  StepScalars now;
-  bool decay;
+SCAPE_HOST_LOOP void update_every(const Tile& tile, StepScalars now, F rule) {
+  SCAPE_INDEPENDENT_ITERATIONS
+  for (std::size_t i = tile.element; i < tile.element + tile.count; ++i) rule.every(i, now);
+}
 
-  void one(std::size_t element, std::size_t position) const {
-    rule.kept(element, position, decay, square_root(rule.second_moment(element, position, now)), now);
+// A tile of which all is kept; `every`: what is done for every element before.
+template <class F>
+SCAPE_HOST_LOOP void update_all(const Tile& tile, std::size_t position, bool every, bool decay, StepScalars now,
+                                F rule) {
+  for (std::size_t first = 0; first < tile.count; first += update_batch) {
+    const std::size_t begin = tile.element + first, count = std::min(update_batch, tile.count - first);
+    if (every) {
+      SCAPE_INDEPENDENT_ITERATIONS
+      for (std::size_t i = begin; i < begin + count; ++i) rule.every(i, now);
+    }
+    const auto element_of = [=](std::size_t i) { return begin + i; };
+    if (count == update_batch)  // known to the compiler
+      update_batch_of(rule, element_of, position + first, update_batch, decay, now);
+    else
+      update_batch_of(rule, element_of, position + first, count, decay, now);
   }
-  void word(std::size_t element, std::size_t position) const {
-    float roots[word_bits];
-    for (std::size_t i = 0; i < word_bits; ++i) roots[i] = rule.second_moment(element + i, position + i, now);
-    take_square_roots(roots);
-    SCAPE_INDEPENDENT_ITERATIONS
-    for (std::size_t i = 0; i < word_bits; ++i) rule.kept(element + i, position + i, decay, roots[i], now);
-  }
-};
+}
 
 template <class F>
-SCAPE_HOST_LOOP void visit_all(const Tile& tile, StepScalars scalars, F rule) {
-  SCAPE_INDEPENDENT_ITERATIONS
-  for (std::size_t i = tile.element; i < tile.element + tile.count; ++i) rule.every(i, scalars);
+SCAPE_HOST_LOOP void update_listed(const Tile& tile, const SetBits& kept, std::size_t position, bool decay,
+                                   StepScalars now, F rule) {
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const std::size_t element = tile.element + kept[i];
+    rule.kept(element, position + i, decay, square_root(rule.second_moment(element, position + i, now)), now);
+  }
+}
+
+// Tiles that a thread takes at once: neighbours, since memory delivers long runs faster.
+inline std::size_t tiles_at_once(std::size_t tiles, const HostPool& pool) {
+  return std::clamp<std::size_t>(tiles / (8 * static_cast<std::size_t>(pool.threads())), 1, 16);
 }
 
 // In an order that does not depend on threads: lanes, then halves.
@@ -179,6 +244,26 @@ void transform(StepScalars& scalars, F f, const HostStream& stream) {
   stream.enqueue([&scalars, f] { f(scalars); });
 }
 
+/// accumulate_gradient for one tile at a time: a functor of the tile's number, for work that follows on the stream and
+/// goes on with what it finds in the cache.
+template <class G, class F>
+auto tile_accumulation(std::span<const G> gradient, std::span<float> state, MaskView before,
+                       std::span<const float> errors, MaskView mask, std::span<float> payload, std::span<float> moments,
+                       F rule, const StepScalars& scalars, const HostStream&) {
+  return detail::AccumulateTile<G, F>{gradient.data(),
+                                      state.data(),
+                                      before.words.data(),
+                                      before.offsets.data(),
+                                      errors.empty() ? nullptr : errors.data(),
+                                      mask.plan.tiles.data(),
+                                      mask.words.data(),
+                                      mask.offsets.data(),
+                                      payload.data(),
+                                      moments.empty() ? nullptr : moments.data(),
+                                      rule,
+                                      &scalars};
+}
+
 /// The pass over gradient and state: for every element with gradient g = scale * gradient[i] and state a
 ///   state[i] = rule.state(g, a, was_kept, is_kept)
 /// and for every kept one, at its payload position p
@@ -190,20 +275,12 @@ template <class G, class F>
 void accumulate_gradient(std::span<const G> gradient, std::span<float> state, MaskView before,
                          std::span<const float> errors, MaskView mask, std::span<float> payload,
                          std::span<float> moments, F rule, const StepScalars& scalars, const HostStream& stream) {
-  stream.enqueue([=, &scalars, &pool = stream.pool(), was = before.words, places = before.offsets] {
-    pool.run(mask.visits(), [&](std::size_t visit) {
-      const std::size_t i = mask.visited(visit), offset = mask.offsets[i];
-      const Tile& tile = mask.plan.tiles[i];
-      float* const tile_moments = moments.empty() ? nullptr : moments.data() + offset;
-      const auto accumulate = [&](auto of_tile) {
-        detail::accumulate_tile(tile, of_tile, state.data(), was.data(), mask.words.data(), payload.data() + offset,
-                                tile_moments, rule);
-      };
-      const detail::TileGradient<G> of_tile{gradient.data() + tile.element, scalars.gradient_scale};
-      if (errors.empty())
-        accumulate(of_tile);
-      else
-        accumulate(detail::TileGradientAndErrors<G>{of_tile, errors.data() + places[i]});
+  const auto accumulate =
+      tile_accumulation(gradient, state, before, errors, mask, payload, moments, rule, scalars, stream);
+  stream.enqueue([accumulate, mask, &pool = stream.pool()] {
+    const std::size_t tiles = mask.visits(), run = detail::tiles_at_once(tiles, pool);
+    pool.run((tiles + run - 1) / run, [&](std::size_t r) {
+      for (std::size_t i = r * run; i < std::min(tiles, (r + 1) * run); ++i) accumulate(mask.visited(i));
     });
   });
 }
@@ -238,21 +315,48 @@ void for_each_kept(MaskView mask, F f, const HostStream& stream) {
 /// For every element of a segment where rule.needs_every(segment): rule.every(element, scalars); then for every kept
 /// element: rule.kept(element, position, segment.decay, root, scalars), where root is the square root of
 /// rule.second_moment(element, position, scalars). Before each tile rule.shift is set to Tile::own - Tile::element.
+/// A rule may have prefetch(element), too, which fetches what belongs to an element that is kept soon.
 template <class F>
 void update(MaskView mask, F of_tiles, const StepScalars& scalars, const HostStream& stream) {
   stream.enqueue([=, &scalars, &pool = stream.pool()] {
-    pool.run(mask.visits(), [&](std::size_t visit) {
-      const std::size_t i = mask.visited(visit);
-      const Tile& tile = mask.plan.tiles[i];
+    const StepScalars now = scalars;
+    const std::size_t tiles = mask.visits(), run = detail::tiles_at_once(tiles, pool);
+    pool.run((tiles + run - 1) / run, [&](std::size_t r) {
+      const std::size_t begin = r * run, end = std::min(tiles, begin + run);
+      detail::SetBits kept[2];
       F rule = of_tiles;
-      rule.shift = tile.own - tile.element;
-      const Segment& segment = mask.plan.segments[tile.segment];
-      const StepScalars now = scalars;
-      if (rule.needs_every(segment)) detail::visit_all(tile, now, rule);
-      const detail::UpdateKept<F> kept{rule, now, segment.decay};
-      detail::visit_kept(
-          tile, mask.words.data(), mask.offsets[i], [kept](auto... at) { kept.word(at...); },
-          [kept](auto... at) { kept.one(at...); });
+      for (std::size_t i = begin; i <= end; ++i) {
+        if (i != end) {  // one tile ahead
+          const Tile& tile = mask.plan.tiles[mask.visited(i)];
+          rule.shift = tile.own - tile.element;
+          kept[i % 2].find(mask.words.data() + tile.bit / word_bits, words_for(tile.count));
+          if constexpr (requires { rule.prefetch(tile.element); }) {
+            if (kept[i % 2].size() < tile.count / 16)  // far from one another
+              for (const std::size_t place : kept[i % 2]) rule.prefetch(tile.element + place);
+            else if (kept[i % 2].size() != tile.count)
+              for (std::size_t place = 0; place < tile.count; place += 16) rule.prefetch(tile.element + place);
+          }
+        }
+        if (i == begin) continue;
+        const std::size_t visited = mask.visited(i - 1);
+        const Tile& tile = mask.plan.tiles[visited];
+        const Segment& segment = mask.plan.segments[tile.segment];
+        const bool every = rule.needs_every(segment);
+        rule.shift = tile.own - tile.element;
+        const detail::SetBits& bits = kept[(i - 1) % 2];
+        if (bits.size() == tile.count) {
+          const auto update_all = [&](const auto& same) {
+            detail::update_all(tile, mask.offsets[visited], every, segment.decay, now, same);
+          };
+          if constexpr (requires { rule.for_run(tile.element, tile.count, now, update_all); })
+            rule.for_run(tile.element, tile.count, now, update_all);
+          else
+            update_all(rule);
+        } else {
+          if (every) detail::update_every(tile, now, rule);
+          detail::update_listed(tile, bits, mask.offsets[visited], segment.decay, now, rule);
+        }
+      }
     });
   });
 }
