@@ -21,6 +21,7 @@
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
+#include <scape/offload.hpp>
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/scape_rule.hpp>
