@@ -1,10 +1,12 @@
 #include "optimizer.hpp"
 
+#include <scape/host/mapped_file.hpp>
 #include <scape/mpi/communicator.hpp>
 
 #include <chrono>
 #include <cmath>
 #include <numeric>
+#include <type_traits>
 
 namespace pretrain {
 namespace {
@@ -80,8 +82,8 @@ std::vector<scape::Tensor> describe(const std::vector<ModelTensor>& tensors) {
   return described;
 }
 
-// AdamS with one of the library's rules; dense where the sparsity is 0.
-template <class Communicator, class Rule>
+// AdamS with one of the library's rules; dense where the sparsity is 0. Offloads: residuals lie in a file.
+template <class Communicator, class Rule, bool offloads>
 class Scape final : public Optimizer {
  public:
   Scape(const Options& options, const Run& run, const std::vector<ModelTensor>& tensors,
@@ -89,6 +91,7 @@ class Scape final : public Optimizer {
       : context_(context),
         layout_(describe(tensors), options.ranks,
                 options.select_per_shard ? scape::Scope::shard : scape::Scope::tensor),
+        files_(options.offload),
         adams_(layout_, context.communicator, context.memory, context.compute, context.side,
                scape::AdamSOptions{
                    .learning_rate = static_cast<float>(run.learning_rate),
@@ -101,7 +104,7 @@ class Scape final : public Optimizer {
                    .delay = options.delay,
                    .mask_coding = options.mask_coding,
                },
-               rule) {}
+               rule, scape::Replicated{}, keep()) {}
 
   StepFigures step(std::span<const float> gradients, std::span<float> parameters, double learning_rate,
                    bool timed) override {
@@ -122,10 +125,27 @@ class Scape final : public Optimizer {
   }
 
  private:
+  using Keep = std::conditional_t<offloads, scape::Offloaded<scape::MappedFileMemory>, scape::InMemory>;
+  Keep keep() {
+    if constexpr (offloads)
+      return Keep(files_);
+    else
+      return {};
+  }
+
   RankContext<Communicator>& context_;
   scape::TensorLayout layout_;
-  scape::AdamS<scape::HostStream, Communicator, scape::HostMemory, Rule> adams_;
+  scape::MappedFileMemory files_;
+  scape::AdamS<scape::HostStream, Communicator, scape::HostMemory, Rule, scape::Replicated, Keep> adams_;
 };
+
+template <class Communicator, class Rule>
+std::unique_ptr<Optimizer> make_scape(const Options& options, const Run& run, const std::vector<ModelTensor>& tensors,
+                                      RankContext<Communicator>& context, const Rule& rule) {
+  if (options.offload.empty())
+    return std::make_unique<Scape<Communicator, Rule, false>>(options, run, tensors, context, rule);
+  return std::make_unique<Scape<Communicator, Rule, true>>(options, run, tensors, context, rule);
+}
 
 }  // namespace
 
@@ -139,10 +159,10 @@ std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run
     case Method::adamw:
       return std::make_unique<AdamW<Communicator>>(options, tensors, context);
     case Method::clock:
-      return std::make_unique<Scape<Communicator, scape::ClockRule>>(options, run, tensors, context, clock);
+      return make_scape(options, run, tensors, context, clock);
     case Method::adams:
     case Method::scape:
-      return std::make_unique<Scape<Communicator, scape::ScapeRule>>(options, run, tensors, context, scape);
+      return make_scape(options, run, tensors, context, scape);
   }
   return nullptr;
 }

@@ -136,6 +136,8 @@ Options parse_options(int argc, char** argv) {
       ->check(CLI::IsMember({"corrected", "updated"}));
 
   add("Training", "--mask-coding", coding, "How masks travel")->check(CLI::IsMember(codings));
+  add("Training", "--offload", options.offload, "Keep residuals in temporary files in this folder, not in memory")
+      ->check(CLI::ExistingDirectory);
 
   for (auto& [optimizer, list] : rates)
     add("Optimizer", ("--lr-" + optimizer).c_str(), list, "Peak learning rate: one for all sparsities, or one for each")

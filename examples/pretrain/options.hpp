@@ -45,6 +45,7 @@ struct Options {
   bool select_per_shard = false;
   bool score_after_update = false;
   scape::MaskCoding mask_coding = scape::MaskCoding::automatic;
+  std::filesystem::path offload;  // folder for residuals; empty: in memory
 
   std::uint64_t seed = 1;
   std::filesystem::path text;

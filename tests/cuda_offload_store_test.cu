@@ -436,6 +436,7 @@ TEST_CASE("offload: captured steps, replayed, are steps with the store in device
     for (const int delay : {0, 1}) {
       CAPTURE(ranks);
       CAPTURE(delay);
+      if (int devices = 0; cudaGetDeviceCount(&devices) == cudaSuccess && devices < ranks) continue;
       const OwnLayout layout(scape::BucketLayout({{9001}, {17, true, false}, {15003}}, ranks));
       const auto check = [&](const auto& rule) {
         std::vector<std::string> found(static_cast<std::size_t>(ranks), "nothing ran");
