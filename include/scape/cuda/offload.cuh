@@ -18,6 +18,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace scape::inline v0 {
@@ -31,10 +32,12 @@ class PageableMemory {
     check(cudaDeviceGetAttribute(&stays, cudaDevAttrConcurrentManagedAccess, device), "cudaDeviceGetAttribute");
     void* pointer = nullptr;
     check(cudaMallocManaged(&pointer, bytes, cudaMemAttachGlobal), "cudaMallocManaged");
-    if (stays) {  // a hint: what it cannot do costs time only
-      cudaMemAdvise(pointer, bytes, cudaMemAdviseSetPreferredLocation, {cudaMemLocationTypeHost, 0});
-      cudaMemAdvise(pointer, bytes, cudaMemAdviseSetAccessedBy, {cudaMemLocationTypeDevice, device});
-      cudaGetLastError();
+    const auto hint = [&](cudaMemoryAdvise advice, cudaMemLocation where) {  // what it cannot do costs time only
+      if (cudaMemAdvise(pointer, bytes, advice, where) != cudaSuccess) cudaGetLastError();
+    };
+    if (stays) {
+      hint(cudaMemAdviseSetPreferredLocation, {cudaMemLocationTypeHost, 0});
+      hint(cudaMemAdviseSetAccessedBy, {cudaMemLocationTypeDevice, device});
     }
     return pointer;
   }
