@@ -106,6 +106,8 @@ std::vector<Result> train_keeping(const Problem& problem, const Rule& rule, cons
     result.store = read(optimizer.store(), rank.compute);
     result.mask = read(optimizer.mask().words, rank.compute);
     if constexpr (H::sharded) result.masters = read(optimizer.masters(), rank.compute);
+    if constexpr (requires { optimizer.residual_store().is_pinned(); }) CHECK(optimizer.residual_store().is_pinned());
+    CHECK(optimizer.residual_store().values().data() == optimizer.store().data());
     result.state_bytes = optimizer.state_bytes();
     result.offloaded_bytes = optimizer.offloaded_bytes();
     result.workspace_bytes = optimizer.workspace_bytes();

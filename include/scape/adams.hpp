@@ -286,6 +286,8 @@ class AdamS {
   MaskView mask() const noexcept { return masks_.current(); }
   /// The ResidualStore's array; rule `scape`: the first moment on the mask, the residual off it.
   std::span<const float> store() const noexcept { return store_.values(); }
+  /// The store itself; offloaded, it tells whether its memory is what was asked for.
+  const auto& residual_store() const noexcept { return store_; }
   /// What the rule keeps besides.
   const auto& rule_state() const noexcept { return rule_; }
 
