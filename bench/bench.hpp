@@ -23,6 +23,7 @@ inline std::size_t from_environment(const char* name, std::size_t otherwise) {
 
 /// Registers benchmarks on a backend and times them. A backend has
 ///   Stream, Memory   types; members memory, stream and side
+///   outside          memory for offloaded residuals; has_bus   whether the stream's work must have them copied
 ///   elements, iterations, sector   constants: defaults, and the bytes that its memory moves at once
 ///   name()           of the machine
 ///   seconds(work)    that what work() enqueues on `stream` takes

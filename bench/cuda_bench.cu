@@ -10,8 +10,10 @@ struct CudaBackend {
   using Memory = scape::CudaMemory;
   static constexpr std::size_t elements = 256 << 20, iterations = 20, steps_before = 40;
   static constexpr double sector = 32;  // bytes that memory moves at once
+  static constexpr bool has_bus = true;
 
   Memory memory;
+  scape::PinnedMemory outside;
   Stream stream = new_stream(), side = new_stream();
   cudaEvent_t begin = new_event(), end = new_event();
   scape::Buffer<std::byte, Memory> other{2 * last_cache(), memory};
@@ -61,6 +63,25 @@ struct CudaBackend {
   }
 };
 
+// Copies to the host and from it at once: the limit of what is offloaded.
+void add_bus(Bench<CudaBackend>& bench) {
+  bench.add("bus", -1, [&bench] {
+    auto& backend = bench.backend;
+    const auto from = noise(bench, bench.elements), to = noise(bench, bench.elements);
+    const scape::Buffer<float, scape::PinnedMemory> in(bench.elements, backend.outside),
+        out(bench.elements, backend.outside);
+    bench.time(bus_bytes, [&] {
+      backend.side.wait_for(backend.stream);
+      scape::copy_values(std::span<const float>(from.span()), out.span(), backend.side);
+      scape::copy_values(std::span<const float>(in.span()), to.span(), backend.stream);
+      backend.stream.wait_for(backend.side);
+    });
+  });
+}
+
 int main(int argc, char** argv) {
-  return run_benchmarks<CudaBackend>(argc, argv, [](Bench<CudaBackend>& bench) { add_benchmarks(bench); });
+  return run_benchmarks<CudaBackend>(argc, argv, [](Bench<CudaBackend>& bench) {
+    add_benchmarks(bench);
+    add_bus(bench);
+  });
 }

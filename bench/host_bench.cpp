@@ -1,5 +1,7 @@
 #include "primitives.hpp"
 
+#include <scape/host/mapped_file.hpp>
+
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <span>
@@ -46,9 +49,11 @@ struct HostBackend {
   using Memory = scape::HostMemory;
   static constexpr std::size_t elements = 32 << 20, iterations = 7, steps_before = 10;
   static constexpr double sector = 64;  // bytes that memory moves at once
+  static constexpr bool has_bus = false;
 
   scape::HostPool pool{static_cast<int>(from_environment("SCAPE_BENCH_THREADS", std::thread::hardware_concurrency()))};
   Memory memory;
+  scape::MappedFileMemory outside{std::filesystem::temp_directory_path()};
   Stream stream{pool}, side{pool};
   std::vector<char> other = std::vector<char>(2 * std::max<std::size_t>(32 << 20, last_cache()));
 

@@ -345,6 +345,9 @@ double accumulate_bytes(double density) {
   return is_clock<Rule> ? 12.125 + 4 * density : 12.25 + 8 * density;
 }
 
+// Of residuals outside a device's memory: in and out.
+inline constexpr double bus_bytes = 8;
+
 // The bits and the payload; then, at the mask, for rule `clock` parameters, first moments and clocks; for rule `scape`
 // the moments set aside, the parameters (all of them where they decay) and the new state.
 template <class Rule, class B>
@@ -379,6 +382,22 @@ void add_rule(Bench<B>& bench) {
                            payload.span(), rule.set_aside(), rule.accumulation(), now.span()[0], stream);
         });
       });
+  for (const double density : {0.01, 0.1, 1.0})
+    bench.add("accumulate/" + name_of<Rule>() + "/offloaded", density, [=, &bench, &stream] {
+      auto& backend = bench.backend;
+      Space<B> space(bench);
+      const Mask<B> before(space, density, 1), mask(space, density, 2);
+      const State rule(Rule{}, {}, bench.elements, mask.view.kept, backend.memory, stream);
+      const auto gradient = noise(bench, bench.elements);
+      const auto now = scalars(bench);
+      const auto payload = bench.template array<float>(mask.view.kept);
+      const auto store =
+          scape::Offloaded(backend.outside).template store<typename B::Stream>(space.plan, backend.memory, stream);
+      bench.time(B::has_bus ? bus_bytes : accumulate_bytes<Rule>(density), [&] {
+        store.accumulate(std::span<const float>(gradient.span()), before.view, {}, mask.view, payload.span(),
+                         rule.set_aside(), rule.accumulation(), now.span()[0], stream);
+      });
+    });
   for (const float decay : {0.0f, 0.1f})
     for (const double density : {0.001, 0.01, 0.1, 1.0})
       bench.add("update/" + name_of<Rule>() + (decay > 0 ? "/decay" : ""), density, [=, &bench, &stream] {

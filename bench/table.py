@@ -24,7 +24,7 @@ def time_per_element(run):
 rows = [("operation", "density", "bytes/element", "GB/s", "share of copy", "of read", "time / peer's")]
 for name, run in best.items():
     operation, density = re.fullmatch(r"(.*?)(?:/([\d.]+(?:e-\d+)?))?", name).groups()
-    peer_name = PEERS.get(operation.split("/")[0])
+    peer_name = "bus" if operation.endswith("/offloaded") else PEERS.get(operation.split("/")[0])
     peer = best.get(f"{peer_name}/{density}") or best.get(peer_name)
     rows.append((
         operation,

@@ -1,6 +1,7 @@
 #include "optimizer.hpp"
 
 #include <scape/bfloat16.hpp>
+#include <scape/host/mapped_file.hpp>
 #include <scape/mpi/communicator.hpp>
 
 #include <algorithm>
@@ -95,10 +96,10 @@ std::vector<scape::Tensor> describe(const Options& options, const std::vector<Mo
   return described;
 }
 
-// AdamS with one of the library's rules; dense where the sparsity is 0.
-template <class Communicator, class Rule, class Masters>
+// AdamS with one of the library's rules; dense where the sparsity is 0. Residuals lie where `Residuals` keeps them.
+template <class Communicator, class Rule, class Masters, class Residuals>
 class Scape final : public Optimizer {
-  using AdamS = scape::AdamS<scape::HostStream, Communicator, scape::HostMemory, Rule, Masters>;
+  using AdamS = scape::AdamS<scape::HostStream, Communicator, scape::HostMemory, Rule, Masters, Residuals>;
   using Parameter = typename Masters::Parameter;
 
  public:
@@ -107,6 +108,7 @@ class Scape final : public Optimizer {
       : context_(context),
         tensors_(describe(options, tensors)),
         layout_(tensors_, options.ranks, options.select_per_shard ? scape::Scope::shard : scape::Scope::tensor),
+        files_(options.offload.empty() ? std::filesystem::temp_directory_path() : options.offload),
         adams_(layout_, context.communicator, context.memory, context.compute, context.side,
                scape::AdamSOptions{
                    .learning_rate = static_cast<float>(run.learning_rate),
@@ -120,7 +122,7 @@ class Scape final : public Optimizer {
                    .mask_coding = options.mask_coding,
                    .payload = run.method == Method::adams ? scape::PayloadFormat::float32 : options.payload,
                },
-               rule),
+               rule, {}, keep()),
         overlaps_(options.overlap) {
     if constexpr (Masters::sharded) {
       adams_.load_masters(parameters, context.compute);
@@ -180,10 +182,17 @@ class Scape final : public Optimizer {
     else
       return parameters;
   }
+  Residuals keep() {
+    if constexpr (Residuals::offloads)
+      return Residuals(files_);
+    else
+      return {};
+  }
 
   RankContext<Communicator>& context_;
   std::vector<scape::Tensor> tensors_;
   scape::TensorLayout layout_;
+  scape::MappedFileMemory files_;
   AdamS adams_;
   std::vector<Parameter> rounded_;  // where masters are sharded: what the model computes with
   bool overlaps_, timed_ = false;
@@ -199,13 +208,20 @@ class Scape final : public Optimizer {
 template <class Communicator>
 std::unique_ptr<Optimizer> make_optimizer(const Options& options, const Run& run, Model& model,
                                           RankContext<Communicator>& context) {
-  const auto make = [&](const auto& rule) -> std::unique_ptr<Optimizer> {
-    using Rule = std::remove_cvref_t<decltype(rule)>;
-    if (options.sharded)
-      return std::make_unique<Scape<Communicator, Rule, scape::Sharded<scape::bfloat16>>>(
-          options, run, model.tensors(), model.parameters(), context, rule);
-    return std::make_unique<Scape<Communicator, Rule, scape::Replicated>>(options, run, model.tensors(),
-                                                                          model.parameters(), context, rule);
+  const auto make_with = [&]<class Masters, class Residuals>(
+                             const auto& rule, Masters, std::type_identity<Residuals>) -> std::unique_ptr<Optimizer> {
+    return std::make_unique<Scape<Communicator, std::remove_cvref_t<decltype(rule)>, Masters, Residuals>>(
+        options, run, model.tensors(), model.parameters(), context, rule);
+  };
+  const auto make = [&](const auto& rule) {
+    const std::type_identity<scape::InMemory> in_memory;
+    const std::type_identity<scape::Offloaded<scape::MappedFileMemory>> in_files;
+    const bool offloads = !options.offload.empty();
+    if (options.sharded) {
+      const scape::Sharded<scape::bfloat16> masters;
+      return offloads ? make_with(rule, masters, in_files) : make_with(rule, masters, in_memory);
+    }
+    return offloads ? make_with(rule, scape::Replicated{}, in_files) : make_with(rule, scape::Replicated{}, in_memory);
   };
   switch (run.method) {
     case Method::adamw:

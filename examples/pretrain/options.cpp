@@ -150,6 +150,8 @@ Options parse_options(int argc, char** argv) {
   app.add_flag("--overlap", options.overlap, "For AdamS: gradients leave, bucket by bucket, while backward runs")
       ->group("Training");
   add("Training", "--buckets", options.buckets, "Of --overlap, about")->check(count);
+  add("Training", "--offload", options.offload, "Keep residuals in temporary files in this folder, not in memory")
+      ->check(CLI::ExistingDirectory);
 
   for (auto& [optimizer, list] : rates)
     add("Optimizer", ("--lr-" + optimizer).c_str(), list, "Peak learning rate: one for all sparsities, or one for each")

@@ -50,6 +50,7 @@ struct Options {
   bool score_after_update = false;
   scape::MaskCoding mask_coding = scape::MaskCoding::automatic;
   scape::PayloadFormat payload = scape::PayloadFormat::float32;
+  std::filesystem::path offload;  // folder for residuals; empty: in memory
 
   std::uint64_t seed = 1;
   std::filesystem::path text;

@@ -12,6 +12,7 @@
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
+#include <scape/offload.hpp>
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/scape_rule.hpp>
@@ -146,7 +147,8 @@ struct ResidualAt {
 /// naming the odd one, where ranks disagree: on version, layout, options or rule in the constructor, on step, learning
 /// rate or mask when a step has compared them (StepAgreement says when that is). After a step that failed halfway all
 /// further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; docs/algorithm.md.
-template <Stream S, Communicator<S> C, MemoryResource M, UpdateRule<M> R = ScapeRule, class H = Replicated>
+template <Stream S, Communicator<S> C, MemoryResource M, UpdateRule<M> R = ScapeRule, class H = Replicated,
+          class K = InMemory>
 class AdamS {
  public:
   /// Of the parameters.
@@ -154,7 +156,7 @@ class AdamS {
 
   template <ShardedLayout L>
   AdamS(const L& layout, C& communicator, M& memory, const S& compute, const S& side, const AdamSOptions& options = {},
-        const R& rule = {}, H = {})
+        const R& rule = {}, H = {}, const K& keep = {})
       : communicator_(communicator),
         compute_(compute),
         side_(side),
@@ -164,7 +166,7 @@ class AdamS {
         scalars_(1, memory),
         masks_(plan_, tables_.view(), communicator.rank(), mask_options(), memory, compute),
         masker_(plan_, tables_.view(), communicator.rank()),
-        store_(plan_.size(), memory, compute),
+        store_(keep.template store<S>(plan_, memory, compute)),
         reducer_(payload_capacity(), options.payload, communicator.size(), memory, plan_.buckets() > 1),
         rule_(rule, options, plan_.own_elements(communicator.rank()), reducer_.capacity(), memory, compute),
         masters_(plan_, tables_.view(), communicator.rank(), H::replicates ? reducer_.capacity() : 0, memory),
@@ -185,6 +187,10 @@ class AdamS {
         clock_(plan_.buckets()) {
     fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), detail::Reset{}, compute);
+    if constexpr (requires { store_.prepare(plan_, plan_.bucket_tiles(plan_.view(), 0), plan_.bucket_tiles(plan_.view(), 0), compute); })
+      for (std::size_t bucket = 0; plan_.buckets() > 1 && bucket < plan_.buckets(); ++bucket)
+        if (const auto tiles = plan_.bucket_tiles(plan_.view(), bucket); !tiles.empty())
+          store_.prepare(plan_, tiles, plan_.bucket_tiles(tables_.view(), bucket), compute);
     compute.synchronize();
     if (plan_.ranks() > 1) check_agreement(rule, memory);
   }
@@ -391,25 +397,36 @@ class AdamS {
   MaskView mask() const noexcept { return masks_.current(); }
   /// The ResidualStore's array; rule `scape`: the first moment on the mask, the residual off it.
   std::span<const float> store() const noexcept { return store_.values(); }
+  /// The store itself; offloaded, it tells whether its memory is what was asked for.
+  const auto& residual_store() const noexcept { return store_; }
   /// What coding the last step's payload has rounded away, by payload position: the next step adds it to the gradient.
   /// Empty where payloads are float32.
   std::span<const float> errors() const { return reducer_.errors(masks_.current()); }
   /// What the rule keeps besides.
   const auto& rule_state() const noexcept { return rule_; }
 
-  /// Bytes that are kept from step to step.
+  /// Bytes that are kept from step to step, residuals outside the optimizer's memory left out.
   std::size_t state_bytes() const noexcept {
-    return store_.values().size_bytes() + masks_.state_bytes() + reducer_.state_bytes() + rule_.state_bytes() +
+    return (K::offloads ? 0 : store_.values().size_bytes()) + masks_.state_bytes() + reducer_.state_bytes() + rule_.state_bytes() +
            masters_.state_bytes() + tables_.bytes() + scalars_.bytes();
   }
+  /// Bytes of residuals that lie elsewhere: see Offloaded.
+  std::size_t offloaded_bytes() const noexcept { return K::offloads ? store_.values().size_bytes() : 0; }
   /// Bytes of scratch. The payload's share follows the largest density, so a density warm-up costs 4 bytes a parameter
   /// here, 8 with rule `scape`.
   std::size_t workspace_bytes() const noexcept {
     return masks_.workspace_bytes() + reducer_.workspace_bytes() + rule_.workspace_bytes() +
-           masters_.workspace_bytes() + sent_.bytes() + sums_.bytes() + select_workspace_.bytes() + partials_.bytes();
+           masters_.workspace_bytes() + sent_.bytes() + sums_.bytes() + select_workspace_.bytes() + partials_.bytes() + staging_bytes();
   }
 
  private:
+  std::size_t staging_bytes() const noexcept {
+    if constexpr (K::offloads)
+      return store_.device_bytes();
+    else
+      return 0;
+  }
+
   template <ShardedLayout L>
   static const L& fitting(const L& layout, const C& communicator, const AdamSOptions& options) {
     expects(layout.ranks() == communicator.size(), "layout.ranks()", layout.ranks(),
@@ -939,7 +956,7 @@ class AdamS {
   Buffer<StepScalars, M> scalars_;
   DelayedMaskScheduler<S, M> masks_;
   TopKMasker masker_;
-  ResidualStore<M> store_;
+  typename K::template Store<S, M> store_;
   SparseBufferReducer<S, M> reducer_;
   typename R::template State<M> rule_;
   [[no_unique_address]] std::conditional_t<H::sharded, MasterStore<Parameter, S, M>, detail::NoMasters> masters_;

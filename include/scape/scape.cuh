@@ -4,6 +4,7 @@
 
 #include <scape/cuda/finite.cuh>
 #include <scape/cuda/hash.cuh>
+#include <scape/cuda/offload.cuh>
 #include <scape/cuda/pack.cuh>
 #include <scape/cuda/payload.cuh>
 #include <scape/cuda/select.cuh>

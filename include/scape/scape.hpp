@@ -24,6 +24,7 @@
 #include <scape/layout.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
+#include <scape/offload.hpp>
 #include <scape/payload_format.hpp>
 #include <scape/plan_tables.hpp>
 #include <scape/residual_store.hpp>
