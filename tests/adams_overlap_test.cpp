@@ -112,6 +112,7 @@ History train_in_buckets(const Problem& problem, const Rule& rule, bool micro_ba
 void check_same_reports(const History& history, const History& expected) {
   for (std::size_t i = 0; i < history.size(); ++i)
     for (std::size_t rank = 0; rank < history[i].size(); ++rank) {
+      if (history[i][rank].parameters.empty()) continue;  // a rank of another process
       const scape::StepReport &is = history[i][rank].report, &must = expected[i][rank].report;
       CHECK(is.step == must.step);
       CHECK(is.kept == must.kept);
@@ -166,6 +167,7 @@ TEST_CASE_TEMPLATE("overlap: after micro-batches", Rank, SCAPE_RANKS) {
     const History expected = train<Rank>(problem, rule);
     for (std::size_t i = 0; i < history.size(); ++i)
       for (std::size_t rank = 0; rank < 2; ++rank) {
+        if (history[i][rank].parameters.empty()) continue;
         CAPTURE(i);
         CHECK(same_bits(history[i][rank].parameters, expected[i][rank].parameters));
         CHECK(history[i][rank].mask == expected[i][rank].mask);
