@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures training steps over loopback: measure.py grid|loss|parity|fill-in. Started by run.sh, which limits nothing
+"""Measures training steps over loopback: measure.py grid|loss|parity|backward|fill-in. Started by run.sh, which limits nothing
 but its own network namespace."""
 import json
 import math
@@ -152,6 +152,21 @@ def parity(share=0.8242, ranks=2):
     document.write("parity", text + document.table(rows))
 
 
+def backward(ranks=2):
+    """Steps whose payload leaves while backward runs, beside whole ones."""
+    rows = [["rate", "method", "whole, ms", "overlapped, ms", "gain", "waits for the payload, ms", "overlapped, ms"]]
+    for rate in ("1 Gbit/s", "200 Mbit/s"):
+        limit(RATES[rate])
+        runs = [timing(ranks, 48, ["adams", "clock"], [0.9, 0.99], batch=16, **extra) for extra in ({}, {"overlap": []})]
+        for whole, overlapped in zip(*runs):
+            rows.append([rate, method(whole), milliseconds(whole["step_seconds"]),
+                         milliseconds(overlapped["step_seconds"]),
+                         f"{whole['step_seconds'] / overlapped['step_seconds']:.2f}",
+                         milliseconds(whole["payload_seconds"]), milliseconds(overlapped["payload_seconds"])])
+    limit(None)
+    document.write("backward", document.table(rows))
+
+
 def fill_in():
     lines = subprocess.run([str(ROOT / "build" / "link" / "fill_in"), str(BUILD / "bible.txt")], check=True, text=True,
                            stdout=subprocess.PIPE).stdout.splitlines()
@@ -160,4 +175,4 @@ def fill_in():
 
 if __name__ == "__main__":
     RESULTS.mkdir(parents=True, exist_ok=True)
-    {"grid": grid, "loss": loss, "parity": parity, "fill-in": fill_in}[sys.argv[1]]()
+    {"grid": grid, "loss": loss, "parity": parity, "backward": backward, "fill-in": fill_in}[sys.argv[1]]()

@@ -8,20 +8,21 @@
 #   grid      dense and compressed, 2 and 4 ranks, four rates: where a step's time goes, bytes, speed-up
 #   loss      the validation loss that each reaches in equal wall time
 #   parity    at the rate where the dense step spends 82.4% of its time communicating, as in the paper
+#   backward  what it gains to send the payload in buckets while backward runs
 #   fill-in   how dense the union of the ranks' own top-k is, beside partitioned masks
 #   model     step times predicted on paper: checked against the grid and the paper, carried to large clusters
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 parts=("$@")
-(($#)) || parts=(grid loss parity fill-in model)
+(($#)) || parts=(grid loss parity backward fill-in model)
 
 for part in "${parts[@]}"; do
-  [[ $part =~ ^(grid|loss|parity|fill-in|model)$ ]] || { echo "bench/link/run.sh: no such part: $part" >&2; exit 2; }
+  [[ $part =~ ^(grid|loss|parity|backward|fill-in|model)$ ]] || { echo "bench/link/run.sh: no such part: $part" >&2; exit 2; }
 done
-limited=$(printf '%s\n' "${parts[@]}" | grep -cE '^(grid|loss|parity)$' || true)
+limited=$(printf '%s\n' "${parts[@]}" | grep -cE '^(grid|loss|parity|backward)$' || true)
 if ((limited && EUID != 0)); then
-  echo "bench/link/run.sh: grid, loss and parity limit a network interface of a namespace: run as root" >&2
+  echo "bench/link/run.sh: grid, loss, parity and backward limit a network interface of a namespace: run as root" >&2
   exit 1
 fi
 
@@ -48,7 +49,7 @@ fi
 
 for part in "${parts[@]}"; do
   case $part in
-    grid | loss | parity) unshare --net bash -c 'ip link set lo up && exec "$@"' - "$here/measure.py" "$part" ;;
+    grid | loss | parity | backward) unshare --net bash -c 'ip link set lo up && exec "$@"' - "$here/measure.py" "$part" ;;
     fill-in) "$here/measure.py" fill-in ;;
     model) "$here/model.py" ;;
   esac
