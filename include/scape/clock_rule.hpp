@@ -5,6 +5,7 @@
 #include <scape/fingerprint.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
+#include <scape/prefetch.hpp>
 #include <scape/residual_store.hpp>
 #include <scape/step_scalars.hpp>
 #include <scape/stream.hpp>
@@ -138,9 +139,9 @@ struct ClockRule {
       return differences == 0;
     }
     void prefetch(std::size_t i) const {
-      __builtin_prefetch(parameters + i + shift, 1);
-      __builtin_prefetch(moments + i + shift, 1);
-      __builtin_prefetch(clocks.last + i + shift, 1);
+      prefetch_to_write(parameters + i + shift);
+      prefetch_to_write(moments + i + shift);
+      prefetch_to_write(clocks.last + i + shift);
     }
   };
   using Update = UpdateBy<Clocks>;

@@ -5,6 +5,7 @@
 #include <scape/fingerprint.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
+#include <scape/prefetch.hpp>
 #include <scape/step_scalars.hpp>
 #include <scape/stream.hpp>
 
@@ -111,8 +112,8 @@ struct ScapeRule {
       return correction == 1 ? moment : divide(moment, correction);
     }
     void prefetch(std::size_t i) const {
-      if (!decays) __builtin_prefetch(parameters + i + shift, 1);  // else all of them are read
-      __builtin_prefetch(state + i, 1);
+      if (!decays) prefetch_to_write(parameters + i + shift);  // else all of them are read
+      prefetch_to_write(state + i);
     }
     SCAPE_HOST_DEVICE float first_moment(std::size_t position, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);
