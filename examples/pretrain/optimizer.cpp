@@ -10,6 +10,7 @@
 #include <numeric>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 namespace pretrain {
 namespace {
@@ -96,6 +97,32 @@ std::vector<scape::Tensor> describe(const Options& options, const std::vector<Mo
   return described;
 }
 
+// Whole tensors by owner; where masters are sharded, slices of each tensor, since every bucket's payload is padded to
+// the rank that owns most of it.
+class Layout {
+ public:
+  Layout(const Options& options, const std::vector<scape::Tensor>& tensors)
+      : Layout(options.sharded
+                   ? copy(scape::BucketLayout(tensors, options.ranks))
+                   : copy(scape::TensorLayout(tensors, options.ranks,
+                                              options.select_per_shard ? scape::Scope::shard : scape::Scope::tensor))) {
+  }
+  std::size_t size() const { return size_; }
+  int ranks() const { return ranks_; }
+  std::span<const scape::Segment> segments() const { return segments_; }
+
+ private:
+  Layout(std::size_t size, int ranks, std::vector<scape::Segment> segments)
+      : size_(size), ranks_(ranks), segments_(std::move(segments)) {}
+  static Layout copy(const scape::ShardedLayout auto& layout) {
+    return Layout(layout.size(), layout.ranks(), {layout.segments().begin(), layout.segments().end()});
+  }
+
+  std::size_t size_;
+  int ranks_;
+  std::vector<scape::Segment> segments_;
+};
+
 // AdamS with one of the library's rules; dense where the sparsity is 0. Residuals lie where `Residuals` keeps them.
 template <class Communicator, class Rule, class Masters, class Residuals>
 class Scape final : public Optimizer {
@@ -107,7 +134,7 @@ class Scape final : public Optimizer {
         RankContext<Communicator>& context, const Rule& rule)
       : context_(context),
         tensors_(describe(options, tensors)),
-        layout_(tensors_, options.ranks, options.select_per_shard ? scape::Scope::shard : scape::Scope::tensor),
+        layout_(options, tensors_),
         files_(options.offload.empty() ? std::filesystem::temp_directory_path() : options.offload),
         adams_(layout_, context.communicator, context.memory, context.compute, context.side,
                scape::AdamSOptions{
@@ -191,7 +218,7 @@ class Scape final : public Optimizer {
 
   RankContext<Communicator>& context_;
   std::vector<scape::Tensor> tensors_;
-  scape::TensorLayout layout_;
+  Layout layout_;
   scape::MappedFileMemory files_;
   AdamS adams_;
   std::vector<Parameter> rounded_;  // where masters are sharded: what the model computes with
