@@ -9,6 +9,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
@@ -266,6 +267,57 @@ TEST_CASE_TEMPLATE("overlap: parameters sharded too, and gradients that pass", R
             CHECK(wrong == 0);
           }
         });
+      }
+  });
+}
+
+// Red while what a step sees of its gradients is taken for the next one's, or replaces that of micro-batches before it.
+TEST_CASE_TEMPLATE("overlap: gradients that pass, after micro-batches and between whole steps", Rank, SCAPE_RANKS) {
+  for_rules([](const auto& rule) {
+    const scape::BucketLayout buckets({{100, false, true, 1}, {33, true, true, 1}, {9000, false, false, 0}, {5}}, 2);
+    const OwnLayout layout(buckets);
+    Problem problem =
+        random_problem(layout, {.beta1 = 0.5f, .density = 0.1, .density_warmup = 2, .adds = true}, few ? 5 : 7);
+    for (auto& of_ranks : problem.gradients)
+      for (Floats& gradient : of_ranks)
+        for (float& value : gradient) value = std::round(value * 20);
+    History history(problem.gradients.size(), std::vector<State>(2));
+    Rank::run(2, [&](Rank& rank) {
+      const std::size_t me = static_cast<std::size_t>(rank.rank());
+      Session session(rank, layout, problem.options, rule, problem.parameters);
+      auto& optimizer = session.optimizer;
+      for (std::size_t i = 0; i < problem.gradients.size(); ++i) {
+        const Floats& gradient = problem.gradients[i][me];
+        const auto whole = rank.backend.array(gradient);
+        for (std::size_t batch = 0; batch < i % 3; ++batch) optimizer.add(whole.span(), rank.compute);
+        if (i % 2 == 1) {
+          optimizer.step(whole.span(), session.parameters(), rank.compute);
+        } else {
+          auto step = optimizer.template begin_step<float>(rank.compute);
+          for (const std::size_t bucket : order_of(2, i)) {
+            std::size_t begin = layout.size(), end = 0;
+            for (const scape::Segment& segment : layout.list)
+              if (segment.bucket == bucket) {
+                begin = std::min(begin, segment.begin);
+                end = std::max(end, segment.begin + segment.count);
+              }
+            step.add(bucket, std::span<const float>(whole.span()).subspan(begin, end - begin));
+          }
+          step.finish(session.parameters());
+        }
+        history[i][me] = session.state();
+      }
+    });
+    for (std::size_t i = 0; i < problem.gradients.size(); ++i)
+      for (Floats& gradient : problem.gradients[i])
+        for (float& value : gradient) value *= static_cast<float>(1 + i % 3);
+    const History expected = train<Rank>(problem, rule);
+    for (std::size_t i = 0; i < history.size(); ++i)
+      for (std::size_t rank = 0; rank < 2; ++rank) {
+        if (history[i][rank].parameters.empty()) continue;  // a rank of another process
+        CAPTURE(i);
+        CHECK(same_bits(history[i][rank].parameters, expected[i][rank].parameters));
+        CHECK(history[i][rank].mask == expected[i][rank].mask);
       }
   });
 }

@@ -128,9 +128,11 @@ std::string difference(Ground& ground, const Outside& outside, const Rule& rule)
     const MaskView mask = now.view();
     const auto gradient = backend.array(gradient_of<G>(step, size));
     const std::span<const G> g = gradient.span();
+    const auto errors = backend.array(floats_of(step + 9, step % 2 == 0 ? 0 : before.view().kept));
     const auto pass = [&](const auto& store) {
       const auto payload = backend.array(Floats(mask.kept, -7)), moments = backend.array(Floats(mask.kept, -7));
-      store.accumulate(g, before.view(), mask, payload.span(), moments.span(), rule, ground.now(), stream);
+      store.accumulate(g, before.view(), errors.span(), mask, payload.span(), moments.span(), rule, ground.now(),
+                       stream);
       store.add(g, mask, payload.span(), rule, ground.now(), stream);
       store.add(g, ground.now(), stream);
       store.release(before.view(), stream);
@@ -183,6 +185,7 @@ TEST_CASE("offload: tiles in parts, of a bucket or anywhere, after prepare()") {
   const MaskView mask = now.view();
   const auto gradient = ground.backend.array(floats_of(1, ground.plan.size()));
   const std::span<const float> g = gradient.span();
+  const auto errors = ground.backend.array(floats_of(2, before.view().kept));
   for (const bool buckets : {true, false})
     for (const std::size_t bytes : {std::size_t{1}, std::size_t{1} << 16}) {
       CAPTURE(buckets);
@@ -207,11 +210,11 @@ TEST_CASE("offload: tiles in parts, of a bucket or anywhere, after prepare()") {
       CHECK(store.device_bytes() == bytes_before + tiles.size() * 4);
       for (std::size_t step = 0; step < 3; ++step) {
         for (const auto& part : chosen) {
-          store.accumulate(g, before.view(), mask.only(part.span()), payload.span(), moments.span(), rule, ground.now(),
-                           stream);
+          store.accumulate(g, before.view(), errors.span(), mask.only(part.span()), payload.span(), moments.span(),
+                           rule, ground.now(), stream);
           store.add(g, mask.only(part.span()), payload.span(), rule, ground.now(), stream);
-          inside.accumulate(g, before.view(), mask.only(part.span()), expected_payload.span(), expected_moments.span(),
-                            rule, ground.now(), stream);
+          inside.accumulate(g, before.view(), errors.span(), mask.only(part.span()), expected_payload.span(),
+                            expected_moments.span(), rule, ground.now(), stream);
           inside.add(g, mask.only(part.span()), expected_payload.span(), rule, ground.now(), stream);
         }
         CHECK(same_bits(ground.read(store.values()), ground.read(inside.values())));
@@ -233,7 +236,7 @@ TEST_CASE("offload: wrong arguments are refused by name and value") {
   const auto chosen = ground.backend.array(two);
   const auto accumulate = [&](std::size_t gradients, MaskView at, std::size_t payloads) {
     return message_of([&] {
-      store.accumulate(std::span<const float>(gradient.span()).first(gradients), mask, at,
+      store.accumulate(std::span<const float>(gradient.span()).first(gradients), mask, {}, at,
                        payload.span().first(payloads), {}, ErrorFeedback{}, ground.now(), stream);
     });
   };
@@ -248,9 +251,13 @@ TEST_CASE("offload: wrong arguments are refused by name and value") {
           store.prepare(ground.plan, two, chosen.span().first(1), stream);
         }).starts_with("tiles.size() is 2"));
   CHECK(message_of([&] {
-          store.accumulate(std::span<const float>(gradient.span()), mask, mask, payload.span(), {},
+          store.accumulate(std::span<const float>(gradient.span()), mask, {}, mask, payload.span(), {},
                            ScapeRule::Accumulation{9}, ground.now(), stream);
         }).starts_with("moments.size() is 0"));
+  CHECK(message_of([&] {
+          store.accumulate(std::span<const float>(gradient.span()), mask, payload.span().first(1), mask, payload.span(),
+                           {}, ErrorFeedback{}, ground.now(), stream);
+        }).starts_with("errors.size() is 1"));
   CHECK(same_bits(ground.read(store.values()), Floats(size, 0)));
 }
 
@@ -351,8 +358,8 @@ TEST_CASE("offload: a chunk is copied in while the one before is worked on and t
   cudaGraph_t graph = nullptr;
   scape::check(cudaStreamBeginCapture(stream.handle(), cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
   scape::fill_values(payload.span(), 0.0f, stream);  // something before
-  store.accumulate(std::span<const float>(gradient.span()), now.view(), now.view(), payload.span(), {}, ErrorFeedback{},
-                   ground.now(), stream);
+  store.accumulate(std::span<const float>(gradient.span()), now.view(), {}, now.view(), payload.span(), {},
+                   ErrorFeedback{}, ground.now(), stream);
   scape::fill_values(payload.span(), 0.0f, stream);  // and something after
   scape::check(cudaStreamEndCapture(stream.handle(), &graph), "cudaStreamEndCapture");
   {

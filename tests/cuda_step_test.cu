@@ -2,17 +2,20 @@
 
 #include "reference.hpp"
 
+#include <cuda_bf16.h>
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -166,63 +169,171 @@ std::size_t free_memory() {
   return free;
 }
 
-// Steps before the capture, ten replays with a new learning rate halfway, and steps after it, against the same steps
-// one by one. Gradients take turns in as many buffers as steps are captured.
-template <class Rule>
-std::string replay_difference(NcclRank& rank, const OwnLayout& layout, const AdamSOptions& options, const Rule& rule) {
-  const std::size_t captured = static_cast<std::size_t>(std::max(options.delay, 1)) + 1, before = 3, replays = 10;
-  std::mt19937 random(static_cast<unsigned>(rank.rank() + 1));
-  std::vector<decltype(rank.backend.array(Floats()))> gradients;
-  for (std::size_t i = 0; i < captured; ++i)
-    gradients.push_back(rank.backend.array(normal_values(layout.size(), random)));
-  const Floats start(layout.size(), 1);
-  Session eager(rank, layout, options, rule, start), replayed(rank, layout, options, rule, start);
-  const auto step = [&](auto& session, std::size_t i) {
-    session.optimizer.step(gradients[i % captured].span(), session.parameters(), rank.compute);
-  };
-  const auto last = [&](const auto& session) {
-    std::vector<std::uint16_t> result;
-    if constexpr (std::is_same_v<Rule, ClockRule>) {
-      result.resize(layout.size());
-      scape::copy_values(session.optimizer.rule_state().last(), std::span(result), rank.compute);
-      rank.compute.synchronize();
-    }
-    return result;
-  };
-  const auto same = [&] {  // but for what is reckoned from steps(), which counts no replays
-    const State a = eager.state(), b = replayed.state();
-    return same_bits(a.parameters, b.parameters) && same_bits(a.moments, b.moments) && same_bits(a.store, b.store) &&
-           same_bits(a.errors, b.errors) && a.mask == b.mask && last(eager) == last(replayed);
-  };
+// As many gradients as steps are captured; they take turns.
+class TurningGradients {
+ public:
+  TurningGradients(NcclRank& rank, std::size_t size, const AdamSOptions& options) {
+    std::mt19937 random(static_cast<unsigned>(rank.rank() + 1));
+    for (int i = 0; i < std::max(options.delay, 1) + 1; ++i)
+      arrays_.push_back(rank.backend.array(normal_values(size, random)));
+  }
+  std::size_t count() const { return arrays_.size(); }
+  std::span<const float> operator[](std::size_t step) const { return arrays_[step % count()].span(); }
 
-  for (std::size_t i = 0; i < before; ++i) step(eager, i);
-  for (std::size_t i = 0; i < before; ++i) step(replayed, i);
+ private:
+  std::vector<decltype(std::declval<NcclRank&>().backend.array(Floats()))> arrays_;
+};
+
+// Steps before the capture, ten replays with a new learning rate halfway, and steps after it, against the same steps
+// one by one.
+template <class Trainer>
+std::string replay_difference(NcclRank& rank, Trainer& eager, Trainer& replayed, std::size_t captured) {
+  const std::size_t before = 3, replays = 10;
+  for (std::size_t i = 0; i < before; ++i) eager.step(i);
+  for (std::size_t i = 0; i < before; ++i) replayed.step(i);
   rank.compute.synchronize();
   rank.side.synchronize();
   const std::size_t free_before = free_memory();
-  replayed.optimizer.await_masks(rank.compute);
+  replayed.optimizer().await_masks(rank.compute);
   const Graph graph(rank.compute, [&] {
-    for (std::size_t i = 0; i < captured; ++i) step(replayed, before + i);
-    replayed.optimizer.await_masks(rank.compute);
+    for (std::size_t i = 0; i < captured; ++i) replayed.step(before + i);
+    replayed.optimizer().await_masks(rank.compute);
   });
   for (std::size_t replay = 0; replay < replays; ++replay) {
     graph.launch(rank.compute);
-    if (replay == replays / 2) replayed.optimizer.set_learning_rate(0.002f, rank.compute);
+    if (replay == replays / 2) replayed.optimizer().set_learning_rate(0.002f, rank.compute);
   }
   rank.compute.synchronize();
   for (std::size_t replay = 0; replay < replays; ++replay) {
-    for (std::size_t i = 0; i < captured; ++i) step(eager, before + i);
-    if (replay == replays / 2) eager.optimizer.set_learning_rate(0.002f, rank.compute);
+    for (std::size_t i = 0; i < captured; ++i) eager.step(before + i);
+    if (replay == replays / 2) eager.optimizer().set_learning_rate(0.002f, rank.compute);
   }
   rank.compute.synchronize();
   rank.side.synchronize();
   if (in_rank_order() && free_memory() != free_before) return "steps allocated";  // graphs of real devices take memory
-  if (!same()) return "replays differ";
+  if (!eager.is_same(replayed)) return "replays differ";
   for (std::size_t i = 0; i < captured + 1; ++i) {
-    step(eager, before + i);
-    step(replayed, before + i);
+    eager.step(before + i);
+    replayed.step(before + i);
   }
-  return same() ? "" : "steps after replays differ";
+  return eager.is_same(replayed) ? "" : "steps after replays differ";
+}
+
+template <class T>
+std::vector<T> read(std::span<const T> values, const scape::CudaStream& stream) {
+  std::vector<T> result(values.size());
+  scape::copy_values(values, std::span<T>(result), stream);
+  stream.synchronize();
+  return result;
+}
+
+template <class T>
+bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+// A rank that makes whole steps.
+template <class Rule>
+class WholeSteps {
+ public:
+  WholeSteps(NcclRank& rank, const OwnLayout& layout, const AdamSOptions& options, const Rule& rule,
+             const TurningGradients& gradients)
+      : rank_(rank), gradients_(gradients), session_(rank, layout, options, rule, Floats(layout.size(), 1)) {}
+  auto& optimizer() { return session_.optimizer; }
+  void step(std::size_t i) { optimizer().step(gradients_[i], session_.parameters(), rank_.compute); }
+
+  // But for what is reckoned from steps(), which counts no replays.
+  bool is_same(WholeSteps& other) {
+    const State a = session_.state(), b = other.session_.state();
+    return same_bits(a.parameters, b.parameters) && same_bits(a.moments, b.moments) && same_bits(a.store, b.store) &&
+           same_bits(a.errors, b.errors) && a.mask == b.mask && last() == other.last();
+  }
+
+ private:
+  std::vector<std::uint16_t> last() {
+    if constexpr (std::is_same_v<Rule, ClockRule>)
+      return read(std::span<const std::uint16_t>(optimizer().rule_state().last()), rank_.compute);
+    else
+      return {};
+  }
+
+  NcclRank& rank_;
+  const TurningGradients& gradients_;
+  Session<NcclRank, Rule> session_;
+};
+
+// A rank whose steps come bucket by bucket, always in the same order, each after a micro-batch where options.adds; the
+// parameters and residuals may be anywhere.
+template <class Rule, class H, class K>
+class OverlappedSteps {
+ public:
+  using P = typename H::Parameter;
+
+  OverlappedSteps(NcclRank& rank, const OwnLayout& layout, const AdamSOptions& options, const Rule& rule,
+                  const TurningGradients& gradients, const K& keep)
+      : rank_(rank),
+        layout_(layout),
+        gradients_(gradients),
+        parameters_(rank.backend.array(std::vector<P>(layout.size(), P(1.0f)))),
+        gradient_(rank.backend.array(Floats(layout.size()))),
+        optimizer_(layout, rank.communicator, rank.memory, rank.compute, rank.side, options, rule, H{}, keep) {
+    if constexpr (H::sharded) optimizer_.load_masters(parameters_.span(), rank.compute);
+  }
+  auto& optimizer() { return optimizer_; }
+
+  void step(std::size_t i) {
+    if (optimizer_.options().adds) optimizer_.add(gradients_[i], rank_.compute);
+    scape::fill_values(gradient_.span(), 1e30f, rank_.compute);
+    auto step = optimizer_.begin_step(gradient_.span(), rank_.compute);
+    for (std::size_t bucket = optimizer_.plan().buckets(); bucket-- > 0;) {
+      for (const scape::Segment& segment : layout_.list)
+        if (segment.bucket == bucket && segment.count != 0)
+          scape::copy_values(gradients_[i].subspan(segment.begin, segment.count),
+                             gradient_.span().subspan(segment.begin, segment.count), rank_.compute);
+      step.add(bucket);
+    }
+    step.finish(parameters_.span());
+  }
+
+  bool is_same(OverlappedSteps& other) {
+    const auto same = [&](auto of) {
+      return same_bytes(read(of(*this), rank_.compute), read(of(other), rank_.compute));
+    };
+    bool is = same([](auto& t) { return std::span<const P>(t.parameters_.span()); }) &&
+              same([](auto& t) { return t.optimizer_.store(); }) &&
+              same([](auto& t) { return t.optimizer_.errors(); }) &&
+              same([](auto& t) { return t.optimizer_.mask().words; });
+    if constexpr (H::sharded) is = is && same([](auto& t) { return t.optimizer_.masters(); });
+    if constexpr (std::is_same_v<Rule, ClockRule>)
+      is = is && same([](auto& t) { return std::span<const std::uint16_t>(t.optimizer_.rule_state().last()); });
+    return is;
+  }
+
+ private:
+  NcclRank& rank_;
+  OwnLayout layout_;
+  const TurningGradients& gradients_;
+  CudaBackend::Array<P> parameters_;
+  CudaBackend::Array<float> gradient_;
+  scape::AdamS<scape::CudaStream, scape::NcclCommunicator, scape::CudaMemory, Rule, H, K> optimizer_;
+};
+
+template <class F>
+void check_replays(int ranks, F difference) {
+  std::vector<std::string> found(static_cast<std::size_t>(ranks), "nothing ran");
+  run<NcclRank>(ranks, [&](NcclRank& rank) { found[static_cast<std::size_t>(rank.rank())] = difference(rank); });
+  for (const std::string& text : found) CHECK(text == "");
+}
+
+template <class H, class Rule, class K = scape::InMemory>
+void check_overlapped_replays(const OwnLayout& layout, const AdamSOptions& options, const Rule& rule,
+                              const K& keep = {}) {
+  check_replays(layout.ranks(), [&](NcclRank& rank) {
+    const TurningGradients gradients(rank, layout.size(), options);
+    OverlappedSteps<Rule, H, K> eager(rank, layout, options, rule, gradients, keep),
+        replayed(rank, layout, options, rule, gradients, keep);
+    return replay_difference(rank, eager, replayed, gradients.count());
+  });
 }
 
 }  // namespace
@@ -245,18 +356,54 @@ TEST_CASE("cuda: captured steps, replayed, are steps made one by one, and none a
                                      .delay = delay,
                                      .payload = payload};
           const OwnLayout layout(scape::BucketLayout({{9001}, {17, true, false}, {5003}}, ranks));
-          const auto check = [&](const auto& rule) {
-            std::vector<std::string> found(static_cast<std::size_t>(ranks), "nothing ran");
-            run<NcclRank>(ranks, [&](NcclRank& rank) {
-              found[static_cast<std::size_t>(rank.rank())] = replay_difference(rank, layout, options, rule);
+          const auto check = [&]<class Rule>(const Rule& rule) {
+            check_replays(ranks, [&](NcclRank& rank) {
+              const TurningGradients gradients(rank, layout.size(), options);
+              WholeSteps<Rule> eager(rank, layout, options, rule, gradients),
+                  replayed(rank, layout, options, rule, gradients);
+              return replay_difference(rank, eager, replayed, gradients.count());
             });
-            for (const std::string& text : found) CHECK(text == "");
           };
           check(ScapeRule{});
           check(ScapeRule{.bias_correction = BiasCorrection::adams, .score = MaskScore::updated});
           check(ClockRule{});
         }
       }
+}
+
+TEST_CASE("cuda: captured steps in buckets, replayed, are steps made one by one, wherever residuals are") {
+  for (const int ranks : {1, 2})
+    for (const int delay : {1, 2}) {
+      if (ranks == 1 && delay == 2) continue;
+      CAPTURE(ranks);
+      CAPTURE(delay);
+      // Owners by tensor: buckets of elements that do not follow one another, in several chunks on their way.
+      const OwnLayout layout(scape::TensorLayout({{9001, false, true, 1},
+                                                  {17, true, false, 0},
+                                                  {5003, false, true, 2},
+                                                  {4100, false, true, 1},
+                                                  {33},
+                                                  {700, false, true, 1}},
+                                                 ranks));
+      scape::PinnedMemory memory;
+      const scape::Offloaded outside(memory, {.buffer_bytes = 20'000, .strict = true});
+      const auto check = [&](const auto& rule, const AdamSOptions& options) {
+        CAPTURE(static_cast<int>(options.payload));
+        check_overlapped_replays<scape::Replicated>(layout, options, rule);
+        check_overlapped_replays<scape::Sharded<__nv_bfloat16>>(layout, options, rule);
+        check_overlapped_replays<scape::Replicated>(layout, options, rule, outside);
+        check_overlapped_replays<scape::Sharded<__nv_bfloat16>>(layout, options, rule, outside);
+      };
+      AdamSOptions options{.learning_rate = 0.01f, .weight_decay = 0.1f, .density = 0.05, .delay = delay};
+      check(ClockRule{}, options);
+      options.adds = true;
+      check(ClockRule{}, options);
+      options.adds = false;
+      options.clip_norm = 1;
+      check(ScapeRule{}, options);
+      options.payload = scape::PayloadFormat::e5m2;
+      check(ScapeRule{.score = MaskScore::updated}, options);
+    }
 }
 
 TEST_CASE("cuda: a thousand steps leave memory as it was") {

@@ -11,9 +11,11 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <iterator>
 #include <optional>
 #include <span>
 #include <string>
@@ -48,6 +50,15 @@ OwnLayout mixed(int ranks) {
   return layout;
 }
 
+// The same in buckets: of several chunks that do not follow one another, more than there are staging buffers; of few
+// small ones; and of none.
+OwnLayout mixed_in_buckets(int ranks) {
+  OwnLayout layout = mixed(ranks);
+  const std::uint32_t buckets[] = {1, 2, 0, 1, 0, 1, 0, 1};
+  for (std::size_t i = 0; i < std::size(buckets); ++i) layout.list[i].bucket = buckets[i];
+  return layout;
+}
+
 template <class T, class S>
 std::vector<T> read(std::span<const T> values, const S& stream) {
   std::vector<T> result(values.size());
@@ -64,9 +75,40 @@ struct Result {
   std::size_t state_bytes = 0, offloaded_bytes = 0, workspace_bytes = 0;
 };
 
-// Trains a few steps: plain, of two micro-batches where options.adds, and tried, some of which overflow.
+// A step whose gradients come bucket by bucket, into an array or, if they pass, each alone, in an order of its own.
+template <class Rank, class Optimizer, class P>
+void step_in_buckets(Rank& rank, Optimizer& optimizer, std::span<const float> whole, std::span<P> parameters,
+                     std::size_t number, bool pass, scape::StepReport* report) {
+  const auto array = rank.backend.array(Floats(whole.size(), 1e30f));
+  const auto segments = optimizer.plan().segments();
+  const std::size_t buckets = optimizer.plan().buckets();
+  auto step = pass ? optimizer.template begin_step<float>(rank.compute, report)
+                   : optimizer.begin_step(array.span(), rank.compute, report);
+  for (std::size_t i = 0; i < buckets; ++i) {
+    const std::size_t bucket = number % 2 == 0 ? buckets - 1 - i : (i + number) % buckets;
+    std::size_t begin = whole.size(), end = 0;
+    for (const scape::Segment& segment : segments) {
+      if (segment.bucket != bucket || segment.count == 0) continue;
+      scape::copy_values(whole.subspan(segment.begin, segment.count),
+                         array.span().subspan(segment.begin, segment.count), rank.compute);
+      begin = std::min(begin, segment.begin);
+      end = std::max(end, segment.begin + segment.count);
+    }
+    if (pass)
+      step.add(bucket, std::span<const float>(array.span()).subspan(begin, end - begin));
+    else
+      step.add(bucket);
+  }
+  step.finish(parameters);
+  rank.compute.synchronize();
+}
+
+enum class Way { whole, in_buckets, passing };
+
+// Trains a few steps: of two micro-batches more where options.adds, plain, and tried, some of which overflow; or in
+// buckets.
 template <class Rank, class H, class K, class Rule>
-std::vector<Result> train_keeping(const Problem& problem, const Rule& rule, const K& keep) {
+std::vector<Result> train_keeping(const Problem& problem, const Rule& rule, const K& keep, Way way = Way::whole) {
   std::vector<Result> results(static_cast<std::size_t>(problem.layout.ranks()));
   run<Rank>(problem.layout.ranks(), [&](Rank& rank) {
     using P = typename H::Parameter;
@@ -93,6 +135,12 @@ std::vector<Result> train_keeping(const Problem& problem, const Rule& rule, cons
       if (problem.options.adds) {
         optimizer.add(gradient.span(), rank.compute);
         optimizer.add(gradient.span(), rank.compute);
+      }
+      if (way != Way::whole) {
+        step_in_buckets(rank, optimizer, std::span<const float>(gradient.span()), parameters.span(), step,
+                        way == Way::passing, step % 2 == 0 ? &report : nullptr);
+        result.residual_norm += report.residual_norm;
+      } else if (problem.options.adds) {
         optimizer.step(gradient.span(), parameters.span(), rank.compute);
       } else if (step % 3 == 2) {
         optimizer.try_step(gradient.span(), parameters.span(), rank.compute, step % 2 == 0);
@@ -116,11 +164,11 @@ std::vector<Result> train_keeping(const Problem& problem, const Rule& rule, cons
 }
 
 template <class Rank, class H, class Rule>
-std::string difference_outside(const Problem& problem, const Rule& rule) {
+std::string difference_outside(const Problem& problem, const Rule& rule, Way way = Way::whole) {
   auto memory = outside<Rank>();
   const Offloaded keep(memory, {.buffer_bytes = 20'000});
-  const auto inside = train_keeping<Rank, H>(problem, rule, InMemory{});
-  const auto found = train_keeping<Rank, H>(problem, rule, keep);
+  const auto inside = train_keeping<Rank, H>(problem, rule, InMemory{}, way);
+  const auto found = train_keeping<Rank, H>(problem, rule, keep, way);
   const std::size_t bytes = problem.layout.size() * sizeof(float);
   for (std::size_t rank = 0; rank < found.size(); ++rank) {
     const Result &a = found[rank], &b = inside[rank];
@@ -173,6 +221,38 @@ TEST_CASE_TEMPLATE("offloaded residuals: micro-batches, too", Rank, SCAPE_RANKS)
       CHECK(difference_outside<Rank, Replicated>(problem, rule) == "");
       CHECK(difference_outside<Rank, Sharded<float>>(problem, rule) == "");
     });
+  }
+}
+
+TEST_CASE_TEMPLATE("offloaded residuals: bucket by bucket, too", Rank, SCAPE_RANKS) {
+  const AdamSOptions all[] = {{.density = 0.1},
+                              {.weight_decay = 0.1f, .density = 0.05, .density_warmup = 4, .delay = 2},
+                              {.density = 0.1, .density_warmup = 3, .payload = scape::PayloadFormat::e5m2},
+                              {.density = 0.1, .density_warmup = 2, .adds = true},
+                              {.density = 1}};
+  for (const int ranks : {1, 2})
+    for (const AdamSOptions& options : all) {
+      CAPTURE(ranks);
+      CAPTURE(options.density);
+      CAPTURE(options.delay);
+      CAPTURE(options.adds);
+      const Problem problem = random_problem(mixed_in_buckets(ranks), options, 5);
+      for_rules([&](const auto& rule) {
+        CHECK(difference_outside<Rank, Replicated>(problem, rule, Way::in_buckets) == "");
+        CHECK(difference_outside<Rank, Sharded<scape::bfloat16>>(problem, rule, Way::in_buckets) == "");
+      });
+    }
+}
+
+TEST_CASE_TEMPLATE("offloaded residuals: gradients that pass, with and without micro-batches before", Rank,
+                   SCAPE_RANKS) {
+  const scape::BucketLayout layout({{100, false, true, 1}, {33, true, true, 1}, {17000, false, false, 0}, {64}}, 2);
+  for (const bool adds : {false, true}) {
+    CAPTURE(adds);
+    const Problem problem = random_problem(layout, {.density = 0.1, .density_warmup = 2, .adds = adds}, 4);
+    for (const scape::MaskScore score : {scape::MaskScore::corrected, scape::MaskScore::updated})
+      CHECK(difference_outside<Rank, Replicated>(problem, ScapeRule{.score = score}, Way::passing) == "");
+    if (adds) CHECK(difference_outside<Rank, Sharded<float>>(problem, ClockRule{}, Way::passing) == "");
   }
 }
 
