@@ -374,7 +374,7 @@ TEST_CASE("cuda: captured steps, replayed, are steps made one by one, and none a
 TEST_CASE("cuda: captured steps in buckets, replayed, are steps made one by one, wherever residuals are") {
   for (const int ranks : {1, 2})
     for (const int delay : {1, 2}) {
-      if (ranks == 1 && delay == 2) continue;
+      if (ranks != delay) continue;
       CAPTURE(ranks);
       CAPTURE(delay);
       // Owners by tensor: buckets of elements that do not follow one another, in several chunks on their way.
@@ -390,12 +390,11 @@ TEST_CASE("cuda: captured steps in buckets, replayed, are steps made one by one,
       const auto check = [&](const auto& rule, const AdamSOptions& options) {
         CAPTURE(static_cast<int>(options.payload));
         check_overlapped_replays<scape::Replicated>(layout, options, rule);
-        check_overlapped_replays<scape::Sharded<__nv_bfloat16>>(layout, options, rule);
-        check_overlapped_replays<scape::Replicated>(layout, options, rule, outside);
         check_overlapped_replays<scape::Sharded<__nv_bfloat16>>(layout, options, rule, outside);
       };
       AdamSOptions options{.learning_rate = 0.01f, .weight_decay = 0.1f, .density = 0.05, .delay = delay};
-      check(ClockRule{}, options);
+      check_overlapped_replays<scape::Sharded<__nv_bfloat16>>(layout, options, ClockRule{});
+      check_overlapped_replays<scape::Replicated>(layout, options, ClockRule{}, outside);
       options.adds = true;
       check(ClockRule{}, options);
       options.adds = false;
