@@ -3,6 +3,7 @@
 #include <scape/arithmetic.hpp>
 #include <scape/host/loop.hpp>
 #include <scape/host/set_bits.hpp>
+#include <scape/host/square_roots.hpp>
 #include <scape/host/stream.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/step_scalars.hpp>
@@ -13,10 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace scape::inline v0 {
 
@@ -138,23 +135,6 @@ SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::si
         one(element + static_cast<std::size_t>(std::countr_zero(bits)), position++);
     }
   }
-}
-
-inline constexpr std::size_t update_batch = 64;  // elements whose square roots are taken at once
-
-#if defined(__x86_64__)
-[[gnu::target("avx")]] inline void take_square_roots_avx(float* values) {
-  for (std::size_t i = 0; i < update_batch; i += 8)
-    _mm256_storeu_ps(values + i, _mm256_sqrt_ps(_mm256_loadu_ps(values + i)));
-}
-#endif
-
-// Apart, since GCC does not vectorise std::sqrt, which may set errno.
-inline void take_square_roots(float (&values)[update_batch]) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx")) return take_square_roots_avx(values);
-#endif
-  for (float& value : values) value = square_root(value);
 }
 
 // The kept elements element_of(0) to element_of(count - 1), at payload positions from `position` on.
@@ -333,8 +313,6 @@ void update(MaskView mask, F of_tiles, const StepScalars& scalars, const HostStr
           if constexpr (requires { rule.prefetch(tile.element); }) {
             if (kept[i % 2].size() < tile.count / 16)  // far from one another
               for (const std::size_t place : kept[i % 2]) rule.prefetch(tile.element + place);
-            else if (kept[i % 2].size() != tile.count)
-              for (std::size_t place = 0; place < tile.count; place += 16) rule.prefetch(tile.element + place);
           }
         }
         if (i == begin) continue;
