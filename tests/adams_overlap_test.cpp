@@ -384,6 +384,7 @@ TEST_CASE_TEMPLATE("overlap: calls that cannot be served are named", Rank, SCAPE
       CHECK(refused([&] { optimizer.step(gradient.span(), session.parameters(), rank.compute); }) == under_way);
       CHECK(refused([&] { optimizer.add(gradient.span(), rank.compute); }) == under_way);
       CHECK(refused([&] { optimizer.begin_step(gradient.span(), rank.compute); }) == under_way);
+      CHECK(refused([&] { optimizer.try_step(gradient.span(), session.parameters(), rank.compute); }) == under_way);
       step.finish(session.parameters());
       CHECK(refused([&] { step.finish(session.parameters()); }) == "the step is finished: begin another one");
       CHECK(refused([&] { step.add(0); }) == "the step is finished: begin another one");

@@ -143,10 +143,13 @@ struct ResidualAt {
 ///
 /// NaN and infinite gradients are worked on like others: they are kept first, and spoil the elements that they reach.
 ///
+/// H says who keeps what: Replicated, Sharded<P> or FullySharded<P>; K where residuals lie: InMemory or Offloaded<E>.
+///
 /// Throws std::invalid_argument for wrong arguments, before anything has changed; scape::Error, on every rank and
 /// naming the odd one, where ranks disagree: on version, layout, options or rule in the constructor, on step, learning
-/// rate or mask when a step has compared them (StepAgreement says when that is). After a step that failed halfway all
-/// further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363; docs/algorithm.md.
+/// rate, order of buckets or mask when a step has compared them (StepAgreement says when that is). After a step that
+/// failed halfway all further steps throw. Sources: SCAPE, arXiv 2607.01678; AdamS, arXiv 2505.16363;
+/// docs/algorithm.md.
 template <Stream S, Communicator<S> C, MemoryResource M, UpdateRule<M> R = ScapeRule, class H = Replicated,
           class K = InMemory>
 class AdamS {
@@ -187,7 +190,10 @@ class AdamS {
         clock_(plan_.buckets()) {
     fill_values(select_workspace_.span(), std::byte{0}, compute);
     transform(scalars(), detail::Reset{}, compute);
-    if constexpr (requires { store_.prepare(plan_, plan_.bucket_tiles(plan_.view(), 0), plan_.bucket_tiles(plan_.view(), 0), compute); })
+    if constexpr (requires {
+                    store_.prepare(plan_, plan_.bucket_tiles(plan_.view(), 0), plan_.bucket_tiles(plan_.view(), 0),
+                                   compute);
+                  })
       for (std::size_t bucket = 0; plan_.buckets() > 1 && bucket < plan_.buckets(); ++bucket)
         if (const auto tiles = plan_.bucket_tiles(plan_.view(), bucket); !tiles.empty())
           store_.prepare(plan_, tiles, plan_.bucket_tiles(tables_.view(), bucket), compute);
@@ -299,6 +305,7 @@ class AdamS {
   bool try_step(const G& gradients, std::span<Parameter> parameters, const S& compute,
                 std::optional<bool> overflowed = std::nullopt, StepReport* report = nullptr) {
     const auto values = checked(gradients, "gradients");
+    expects(!under_way_, "step", "under way", "finish() what begin_step() began");
     expects(micro_batches_ == 0, "try_step", "called after add()", "what was added cannot be taken back");
     if (overflowed)
       flag_.set(*overflowed, compute);
@@ -364,9 +371,8 @@ class AdamS {
 
   /// Begins such a step, at the rate that holds now, where compute is: before backward writes its first gradient into
   /// the array, which must stay until compute has passed the step. The first step of all waits for the whole gradient
-  /// unless its mask is dense. May follow add().
-  /// Needs a delay of at least 1, and no clip_norm where the rule clips the local gradient. With a report: finish()
-  /// waits for the step and fills it.
+  /// unless its mask is dense. May follow add(). Needs a delay of at least 1, and no clip_norm where the rule clips the
+  /// local gradient. With a report: finish() waits for the step and fills it.
   template <std::ranges::contiguous_range G>
   auto begin_step(const G& gradients, const S& compute, StepReport* report = nullptr) {
     const auto values = checked(gradients, "gradients");
@@ -407,8 +413,8 @@ class AdamS {
 
   /// Bytes that are kept from step to step, residuals outside the optimizer's memory left out.
   std::size_t state_bytes() const noexcept {
-    return (K::offloads ? 0 : store_.values().size_bytes()) + masks_.state_bytes() + reducer_.state_bytes() + rule_.state_bytes() +
-           masters_.state_bytes() + tables_.bytes() + scalars_.bytes();
+    return (K::offloads ? 0 : store_.values().size_bytes()) + masks_.state_bytes() + reducer_.state_bytes() +
+           rule_.state_bytes() + masters_.state_bytes() + tables_.bytes() + scalars_.bytes();
   }
   /// Bytes of residuals that lie elsewhere: see Offloaded.
   std::size_t offloaded_bytes() const noexcept { return K::offloads ? store_.values().size_bytes() : 0; }
@@ -416,7 +422,8 @@ class AdamS {
   /// here, 8 with rule `scape`.
   std::size_t workspace_bytes() const noexcept {
     return masks_.workspace_bytes() + reducer_.workspace_bytes() + rule_.workspace_bytes() +
-           masters_.workspace_bytes() + sent_.bytes() + sums_.bytes() + select_workspace_.bytes() + partials_.bytes() + staging_bytes();
+           masters_.workspace_bytes() + sent_.bytes() + sums_.bytes() + select_workspace_.bytes() + partials_.bytes() +
+           staging_bytes();
   }
 
  private:
