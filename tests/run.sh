@@ -13,7 +13,7 @@ presets=("$@")
 say() { printf '\n== %s\n' "$*"; }
 
 # The script of examples/pretrain, which is one of the tests, installs what that example needs.
-packages=(g++ clang cmake ninja-build doctest-dev nlohmann-json3-dev
+packages=(g++ clang libclang-rt-dev cmake ninja-build doctest-dev nlohmann-json3-dev
           libopenmpi-dev openmpi-bin libmpich-dev mpich qemu-user g++-aarch64-linux-gnu)
 missing=()
 for package in "${packages[@]}"; do
