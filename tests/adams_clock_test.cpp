@@ -345,8 +345,9 @@ std::uint32_t random_bits(std::mt19937& generator) { return static_cast<std::uin
 
 TEST_CASE("clock: no score is above its bound, whatever the numbers") {
   const std::size_t size = 20000;
-  for (const auto& [beta1, beta2] : {std::pair(0.9f, 0.95f), std::pair(0.0f, 0.5f), std::pair(0.9999f, 0.9f)})
+  for (const auto& betas : {std::pair(0.9f, 0.95f), std::pair(0.0f, 0.5f), std::pair(0.9999f, 0.9f)})
     for (const bool any : {false, true}) {
+      const float beta1 = betas.first, beta2 = betas.second;
       CAPTURE(beta1);
       CAPTURE(any);
       Alone alone(size, {.beta1 = beta1, .beta2 = beta2});
