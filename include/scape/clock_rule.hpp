@@ -139,9 +139,9 @@ struct ClockRule {
       return differences == 0;
     }
     void prefetch(std::size_t i) const {
-      prefetch_to_write(parameters + i + shift);
-      prefetch_to_write(moments + i + shift);
-      prefetch_to_write(clocks.last + i + shift);
+      prefetch_to_write(parameters + (i + shift));
+      prefetch_to_write(moments + (i + shift));
+      prefetch_to_write(clocks.last + (i + shift));
     }
   };
   using Update = UpdateBy<Clocks>;

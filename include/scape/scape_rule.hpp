@@ -112,7 +112,7 @@ struct ScapeRule {
       return correction == 1 ? moment : divide(moment, correction);
     }
     void prefetch(std::size_t i) const {
-      if (!decays) prefetch_to_write(parameters + i + shift);  // else all of them are read
+      if (!decays) prefetch_to_write(parameters + (i + shift));  // else all of them are read
       prefetch_to_write(state + i);
     }
     SCAPE_HOST_DEVICE float first_moment(std::size_t position, const StepScalars& now) const {
