@@ -128,7 +128,7 @@ struct ClockRule {
     // Runs f with what does the same for elements [i, i + count): faster where all were kept in the same step.
     template <class F>
     void for_run(std::size_t i, std::size_t count, const StepScalars& now, F f) const {
-      if (!are_equal(clocks.last + i + shift, count)) return f(*this);
+      if (!are_equal(clocks.last + (i + shift), count)) return f(*this);
       const unsigned n = clocks.steps(i + shift, now.step);
       f(UpdateBy<SameClock>{
           parameters, moments, payload, {clocks.last, n, clocks.at(n)}, cap, epsilon, weight_decay, shift});
