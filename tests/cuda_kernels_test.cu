@@ -417,12 +417,14 @@ TEST_CASE("cuda: norms and overlaps are summed in the host's order") {
     using B = std::remove_cvref_t<decltype(backend)>;
     const Mask<B> before(backend, plan, 300, 1), mask(backend, plan, share, 2);
     const auto payload = backend.array(normal(mask.view().kept, 6));
-    const auto partials = backend.array(std::vector<double>(plan.tiles().size(), -1.0));
+    const auto partials = backend.array(std::vector<double>(2 * plan.tiles().size(), -1.0));
     const auto scalars = backend.array(std::vector<StepScalars>(1));
     scape::mask_overlap(before.view().words, mask.view(), payload.span(), partials.span(), *scalars.span().data(),
                         backend.stream);
+    scape::sum_overlap(plan.tiles().size(), std::span<const double>(partials.span()), *scalars.span().data(),
+                       backend.stream);
     const StepScalars found = backend.read(scalars)[0];
-    return std::vector<double>{found.squared_overlap, static_cast<double>(found.overlap)};
+    return std::vector<double>{found.squared_overlap, found.squared_payload, static_cast<double>(found.overlap)};
   };
   HostBackend host;
   CudaBackend device;
