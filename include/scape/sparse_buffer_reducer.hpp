@@ -111,17 +111,13 @@ class SparseBufferReducer {
   /// AllToAllCommunicator of as many ranks as the reducer was made for.
   template <Communicator<S> C>
   void reduce(MaskView mask, C& communicator, const S& compute, const S& side) {
-    const std::span<float> values = payload(mask);
-    check_communicator<C>(communicator.size());
-    begin(compute, side);
-    reduce_range(values, errors_of(values), codes_for(values.size()), communicator, side);
-    side.record(reduced_);
+    reduce(PayloadPart{0, payload(mask).size()}, communicator, compute, side);
   }
 
   /// The same of one bucket's part of it: several may be under way, one after the other.
   template <Communicator<S> C>
   void reduce(const PayloadPart& part, C& communicator, const S& compute, const S& side) {
-    const std::span<float> values = payload_.span().subspan(part.begin, part.count);
+    const std::span<float> values = values_of(part);
     check_communicator<C>(communicator.size());
     begin(compute, side);
     reduce_range(values, errors_of(values), codes_for(values.size()), communicator, side);
@@ -143,12 +139,10 @@ class SparseBufferReducer {
   void reduce_scatter(const PayloadPart& part, std::span<float> own, C& communicator, const S& compute, const S& side) {
     expects(part.count == part.stride * static_cast<std::size_t>(communicator.size()), "part.count", part.count,
             "must be size() times the stride, ", part.stride);
-    expects(part.begin <= payload_.size() && part.count <= payload_.size() - part.begin, "part.count", part.count,
-            "must fit the payload's capacity, ", payload_.size());
+    const std::span<float> values = values_of(part);
     expects(own.size() == part.stride, "own.size()", own.size(), "must be the stride, ", part.stride);
     check_communicator<C>(communicator.size());
     begin(compute, side);
-    const std::span<float> values = payload_.span().subspan(part.begin, part.count);
     reduce_scatter_range(values, errors_of(values), codes_for(part.count), own, communicator, side);
     side.record(reduced_);
   }
@@ -166,6 +160,12 @@ class SparseBufferReducer {
   static std::size_t count_of(int ranks) {
     expects(ranks >= 1, "ranks", ranks, "must be at least 1");
     return static_cast<std::size_t>(ranks);
+  }
+
+  std::span<float> values_of(const PayloadPart& part) const {
+    expects(part.begin <= payload_.size() && part.count <= payload_.size() - part.begin, "part.count", part.count,
+            "must fit the payload's capacity, ", payload_.size());
+    return payload_.span().subspan(part.begin, part.count);
   }
 
   // Blocks are dealt out evenly: every rank adds up as many of `count` values.
