@@ -47,7 +47,7 @@ SCAPE_HOST_LOOP inline std::uint32_t sum_of_bits(const float* values, std::size_
 struct HostBackend {
   using Stream = scape::HostStream;
   using Memory = scape::HostMemory;
-  static constexpr std::size_t elements = 32 << 20, iterations = 7, steps_before = 10;
+  static constexpr std::size_t elements = 32 << 20, iterations = 7, steps_before = 40;
   static constexpr double sector = 64;  // bytes that memory moves at once
   static constexpr bool has_bus = false;
 

@@ -420,42 +420,50 @@ void add_rule(Bench<B>& bench) {
 
 // ---- The whole step
 
-/// One rank: nothing travels.
+/// Ranks that all do as this one does: nothing travels.
 template <class S>
-struct Alone {
+struct Alike {
+  int ranks;
   int rank() const { return 0; }
-  int size() const { return 1; }
+  int size() const { return ranks; }
   std::uint64_t bytes_sent() const { return 0; }
-  void all_reduce_mean(std::span<const float> in, std::span<float> out, const S& stream) { take(in, out, stream); }
-  void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const S& stream) { take(in, out, stream); }
-  void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const S& stream) { take(own, all, stream); }
+  void all_reduce_mean(std::span<const float> in, std::span<float> out, const S& stream) { copy(in, out, stream); }
+  void reduce_scatter_mean(std::span<const float> in, std::span<float> out, const S& stream) {
+    copy(in.first(out.size()), out, stream);
+  }
+  void all_gather(std::span<const MaskWord> own, std::span<MaskWord> all, const S& stream) {
+    for (std::size_t begin = 0; begin < all.size(); begin += own.size())
+      copy(own, all.subspan(begin, own.size()), stream);
+  }
 
  private:
   template <class T>
-  void take(std::span<const T> in, std::span<T> out, const S& stream) {
+  void copy(std::span<const T> in, std::span<T> out, const S& stream) {
     if (in.data() != out.data()) scape::copy_values(in, out, stream);
   }
 };
 
 template <class Rule, class B>
 void add_step(Bench<B>& bench) {
-  for (const double density : {0.01, 0.1, 1.0})
-    bench.add("step/" + name_of<Rule>(), density, [=, &bench] {
-      constexpr std::size_t shift = 4096, gradients = 16;  // new gradients each step: windows on one array
-      auto& backend = bench.backend;
-      const auto noises = noise(bench, bench.elements + shift * gradients);
-      const auto parameters = noise(bench, bench.elements, 1);
-      Alone<typename B::Stream> alone;
-      scape::AdamS optimizer(scape::FlatLayout(bench.elements, 1), alone, backend.memory, backend.stream, backend.side,
-                             {.weight_decay = 0.1f, .density = density}, Rule{});
-      const auto step = [&] {
-        const auto gradient = noises.span().subspan(optimizer.steps() % gradients * shift, bench.elements);
-        optimizer.step(gradient, parameters.span(), backend.stream);
-      };
-      for (std::size_t i = 0; i < B::steps_before; ++i) step();
-      bench.time(accumulate_bytes<Rule>(density) + select_bytes<Rule>(density) + update_bytes<Rule, B>(density, true),
-                 step);
-    });
+  for (const int ranks : {1, 8})
+    for (const double density : {0.01, 0.1, 1.0})
+      bench.add("step/" + name_of<Rule>() + (ranks == 1 ? "" : "/of_8_ranks"), density, [=, &bench] {
+        constexpr std::size_t shift = 4096, gradients = 16;  // new gradients each step: windows on one array
+        auto& backend = bench.backend;
+        const auto noises = noise(bench, bench.elements + shift * gradients);
+        const auto parameters = noise(bench, bench.elements, 1);
+        Alike<typename B::Stream> communicator{ranks};
+        scape::AdamS optimizer(scape::FlatLayout(bench.elements, ranks), communicator, backend.memory, backend.stream,
+                               backend.side, {.weight_decay = 0.1f, .density = density}, Rule{});
+        const auto step = [&] {
+          const auto gradient = noises.span().subspan(optimizer.steps() % gradients * shift, bench.elements);
+          optimizer.step(gradient, parameters.span(), backend.stream);
+        };
+        for (std::size_t i = 0; i < B::steps_before; ++i) step();
+        bench.time(accumulate_bytes<Rule>(density) + select_bytes<Rule>(density) / ranks +
+                       update_bytes<Rule, B>(density, true),
+                   step);
+      });
 }
 
 template <class B>

@@ -531,14 +531,23 @@ TEST_CASE("the host reads the scores once, and again only where it must") {
       CHECK(selections.reads(values, density) < 1.2);  // from a sample
       for (int time = 0; time < 5; ++time) selections.reads(values, density);
       const double repeated = selections.reads(values, density);
-      CHECK(repeated > 1);
-      CHECK(repeated < 1.02);
+      CHECK(repeated == 1);
       double sum = 0;
       for (std::uint32_t time = 0; time < 20; ++time) {
         values = blend(values, normal(size, 2 + time));
         sum += selections.reads(values, density);
       }
       CHECK(sum < 20 * 1.2);
+
+      // Where thresholds grow steadily, the last ones tell the next, but for some calls where their exponent changes.
+      Selections growing(plan, pool);
+      int sampled = 0;
+      for (int time = 0; time < 50; ++time) {
+        const Values grown =
+            make(size, [&](std::size_t i) { return (1 + 0.02f * static_cast<float>(time)) * values[i]; });
+        if (growing.reads(grown, density) > 1 && time >= 10) ++sampled;
+      }
+      CHECK(sampled <= 15);
 
       // Once more for the first of many equals; and where these are next to another value, to part them.
       const Values two_values = make(size, kinds()[2].value);
@@ -666,14 +675,14 @@ TEST_CASE("the host's workspace stays small up to 2^31 elements and beyond") {
   scape::HostPool pool(1);
   const scape::HostStream stream(pool);
   CHECK(scape::TopKMasker(flat(0), 0).workspace_bytes(stream) == 0);
-  CHECK(scape::TopKMasker(flat(131072), 0).workspace_bytes(stream) == 131072 / 4096 * 8 + 8);
+  CHECK(scape::TopKMasker(flat(131072), 0).workspace_bytes(stream) == 131072 / 4096 * 12 + 8);
   for (const std::size_t size :
        {std::size_t{1} << 18, (std::size_t{1} << 31) - 1, std::size_t{1} << 31, (std::size_t{1} << 31) + 1}) {
     const MaskPlan plan = flat(size);
     const double count = static_cast<double>(size), share = std::pow(count, 2 / 3.);
     const std::size_t bytes = scape::TopKMasker(plan, 0).workspace_bytes(stream);
     CHECK(static_cast<double>(bytes) > 23.9 * share);
-    CHECK(static_cast<double>(bytes) < 24 * share + 0.0024 * count + 100);
+    CHECK(static_cast<double>(bytes) < 24 * share + 0.0034 * count + 100);
   }
 }
 

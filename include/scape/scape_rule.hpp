@@ -144,6 +144,7 @@ struct ScapeRule {
   struct ScoreCorrected {
     const float* state;
     SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t) const { return state[element]; }
+    const float* array(std::size_t element) const { return state + element; }
   };
   struct ScoreUpdated {
     const float* state;

@@ -15,7 +15,8 @@ namespace scape::inline v0 {
 /// How much an element is worth: a cheap pure function of its index in parameter space and its bit in mask space,
 /// called on the fly, any number of times, on any thread. Elements are ranked by |score|. It may have a member of the
 /// same arguments, bound: at least |score|, or NaN, and infinity or NaN where the score is NaN. Hosts then compute only
-/// scores whose bound reaches what they look for.
+/// scores whose bound reaches what they look for. Where scores lie in an array, array(element) may tell where: hosts
+/// then compute none.
 template <class F>
 concept ScoreFunction = std::copy_constructible<F> && requires(const F& score, std::size_t element, std::size_t bit) {
   { score(element, bit) } -> std::same_as<float>;
@@ -25,6 +26,7 @@ concept ScoreFunction = std::copy_constructible<F> && requires(const F& score, s
 struct Magnitude {
   const float* values;
   SCAPE_HOST_DEVICE float operator()(std::size_t element, std::size_t) const { return values[element]; }
+  const float* array(std::size_t element) const { return values + element; }
 };
 
 /// Exact top-k of a score on each segment that a rank owns, straight to the bits of a mask.

@@ -2,6 +2,7 @@
 
 #include <scape/arithmetic.hpp>
 #include <scape/host/loop.hpp>
+#include <scape/host/set_bits.hpp>
 #include <scape/host/stream.hpp>
 #include <scape/mask_plan.hpp>
 
@@ -19,10 +20,15 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace scape::inline v0 {
 namespace detail {
 
 inline constexpr std::uint32_t key_end = 0x80000000;          // above all keys
+inline constexpr std::uint32_t infinite_key = 0x7f800000;     // only NaN's is larger
 inline constexpr std::size_t select_block = 1024;             // elements whose keys are compared at once
 inline constexpr std::size_t select_chunk = 16 * tile_bits;   // elements that a thread takes at once
 inline constexpr std::size_t small_segment = 32 * tile_bits;  // most elements that one thread selects from alone
@@ -46,11 +52,12 @@ struct KeyCounts {
   }
 };
 
-/// What is remembered of a segment: its last threshold, and that the next should be less than `reach` away. Zeros:
-/// nothing. A guess, whatever it holds.
+/// What is remembered of a segment: where the next threshold should be, less than `reach` away, and by how much
+/// thresholds grow from call to call. Zeros: nothing. A guess, whatever it holds.
 struct LastThreshold {
-  std::uint32_t key : 31, jumps : 1;  ///< jumps: moves so far from call to call that a sample tells more
+  std::uint32_t next : 31, jumps : 1;  ///< jumps: so far from where they should be that a sample tells more
   std::uint32_t reach;
+  std::int32_t growth;
 };
 
 /// A run of a segment that one thread works on at a time.
@@ -93,70 +100,136 @@ SCAPE_HOST_LOOP void compute_keys(Score score, std::size_t element, std::size_t 
   for (std::size_t i = 0; i < count; ++i) keys[i] = score_key(score(element + i, bit + i));
 }
 
-/// Writes one bit a key: whether it is above the range, and whether it is in it or above.
 template <class Score>
-SCAPE_HOST_LOOP KeyCounts compare_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
-                                       KeyRange range, MaskWord* above, MaskWord* reached) {
+SCAPE_HOST_LOOP void compute_scores(Score score, std::size_t element, std::size_t bit, std::size_t count,
+                                    float* scores) {
+  for (std::size_t i = 0; i < count; ++i) scores[i] = score(element + i, bit + i);
+}
+
+template <class Score>
+SCAPE_HOST_LOOP void compute_bounds(Score score, std::size_t element, std::size_t bit, std::size_t count,
+                                    float* bounds) {
+  for (std::size_t i = 0; i < count; ++i) bounds[i] = score.bound(element + i, bit + i);
+}
+
+/// Of chosen ones.
+template <class Score>
+SCAPE_HOST_LOOP void compute_chosen_scores(Score score, std::size_t element, std::size_t bit, const SetBits& chosen,
+                                           float* scores) {
+  for (const std::size_t i : chosen) scores[i] = score(element + i, bit + i);
+}
+
+#if defined(__x86_64__)
+[[gnu::target("avx512f,avx512bw,popcnt")]] inline KeyCounts mark_range_avx512(const float* scores, std::size_t count,
+                                                                              KeyRange range, MaskWord* above,
+                                                                              MaskWord* reached) {
+  const __m512i sign_out = _mm512_set1_epi32(0x7fffffff);
+  const __m512i low = _mm512_set1_epi32(static_cast<int>(range.low));
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(range.high));
   KeyCounts counts;
-  const auto compare = [&](std::size_t begin, std::size_t bits) {
-    MaskWord larger = 0, larger_or_inside = 0;
-    for (std::size_t i = 0; i < bits; ++i) {
-      const std::uint32_t key = score_key(score(element + begin + i, bit + begin + i));
-      larger |= static_cast<MaskWord>(key >= range.high) << i;
-      larger_or_inside |= static_cast<MaskWord>(key >= range.low) << i;
+  for (std::size_t i = 0; i < count; i += word_bits) {
+    const __m512i first = _mm512_and_si512(sign_out, _mm512_loadu_si512(scores + i));
+    const __m512i second = _mm512_and_si512(sign_out, _mm512_loadu_si512(scores + i + 16));
+    const MaskWord larger =
+        _mm512_kunpackw(_mm512_cmpge_epu32_mask(second, high), _mm512_cmpge_epu32_mask(first, high));
+    const MaskWord inside = _mm512_kunpackw(_mm512_cmpge_epu32_mask(second, low), _mm512_cmpge_epu32_mask(first, low));
+    *above++ = larger;
+    *reached++ = inside;
+    counts.above += static_cast<std::size_t>(std::popcount(larger));
+    counts.reached += static_cast<std::size_t>(std::popcount(inside));
+  }
+  return counts;
+}
+#endif
+
+SCAPE_HOST_LOOP inline KeyCounts mark_range_plain(const float* scores, std::size_t count, KeyRange range,
+                                                  MaskWord* above, MaskWord* reached) {
+  KeyCounts counts;
+  for (std::size_t i = 0; i < count; i += word_bits) {
+    MaskWord larger = 0, inside = 0;
+    for (std::size_t j = 0; j < word_bits; ++j) {
+      const std::uint32_t bits = bits_of(scores[i + j]) & 0x7fffffff;
+      larger |= static_cast<MaskWord>(bits >= range.high) << j;
+      inside |= static_cast<MaskWord>(bits >= range.low) << j;
     }
-    above[begin / word_bits] = larger;
-    reached[begin / word_bits] = larger_or_inside;
+    *above++ = larger;
+    *reached++ = inside;
     counts.above += static_cast<std::size_t>(std::popcount(larger));
-    counts.reached += static_cast<std::size_t>(std::popcount(larger_or_inside));
-  };
-  std::size_t begin = 0;
-  for (; begin + word_bits <= count; begin += word_bits) compare(begin, word_bits);
-  if (begin != count) compare(begin, count - begin);
+    counts.reached += static_cast<std::size_t>(std::popcount(inside));
+  }
   return counts;
 }
 
-/// The same by fewer scores, where they have a bound that is quicker to compute: only of elements whose bound reaches
-/// the range. At most select_block of them.
-template <class Score>
-SCAPE_HOST_LOOP KeyCounts compare_bounded_keys(Score score, std::size_t element, std::size_t bit, std::size_t count,
-                                               KeyRange range, MaskWord* above, MaskWord* reached) {
-  constexpr int few = 12;  // scores of a word that cost less one by one
-  const std::uint32_t least = std::min(range.low, score_key(std::numeric_limits<float>::infinity()));
-  KeyCounts counts;
-  const auto compare = [&](std::size_t begin, std::size_t bits) {
-    MaskWord possible = 0, larger = 0, larger_or_inside = 0;
-    for (std::size_t i = 0; i < bits; ++i)
-      possible |= static_cast<MaskWord>(score_key(score.bound(element + begin + i, bit + begin + i)) >= least) << i;
-    const auto take = [&](std::size_t i) {
-      const std::uint32_t key = score_key(score(element + begin + i, bit + begin + i));
-      larger |= static_cast<MaskWord>(key >= range.high) << i;
-      larger_or_inside |= static_cast<MaskWord>(key >= range.low) << i;
-    };
-    if (std::popcount(possible) > few)
-      for (std::size_t i = 0; i < bits; ++i) take(i);
-    else
-      for (; possible != 0; possible &= possible - 1) take(static_cast<std::size_t>(std::countr_zero(possible)));
-    above[begin / word_bits] = larger;
-    reached[begin / word_bits] = larger_or_inside;
-    counts.above += static_cast<std::size_t>(std::popcount(larger));
-    counts.reached += static_cast<std::size_t>(std::popcount(larger_or_inside));
-  };
-  std::size_t begin = 0;
-  for (; begin + word_bits <= count; begin += word_bits) compare(begin, word_bits);
-  if (begin != count) compare(begin, count - begin);
-  return counts;
+/// Of as many scores as fill words: one bit each for a key above the range, and for one inside it or above. Compares
+/// the scores' bits, of which those of all NaNs stand for the one largest key.
+inline KeyCounts mark_range(const float* scores, std::size_t count, KeyRange range, MaskWord* above,
+                            MaskWord* reached) {
+  const auto bits_from = [](std::uint32_t key) { return key == key_end ? key : std::min(key, infinite_key + 1); };
+  range = {bits_from(range.low), bits_from(range.high)};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512bw")) return mark_range_avx512(scores, count, range, above, reached);
+#endif
+  return mark_range_plain(scores, count, range, above, reached);
 }
 
-/// Encodes the keys inside the range, by the bits that compare_keys wrote. Those of a segment count from `begin`.
-template <class Score>
-SCAPE_HOST_LOOP void collect_keys(Score score, std::size_t element, std::size_t bit, std::size_t begin,
-                                  std::span<const MaskWord> above, const MaskWord* reached, CandidateCode code,
-                                  std::uint64_t* candidates) {
+/// The scores of at most select_block elements side by side: where they are, if that is an array, or computed.
+class ScoreBlock {
+ public:
+  /// Where scores have a bound, those whose bound's key reaches `least`; the others are the bound.
+  template <class Score>
+  void read(const Score& score, std::size_t element, std::size_t bit, std::size_t count, std::uint32_t least) {
+    count_ = count;
+    if constexpr (requires { score.array(element); }) {
+      scores_ = score.array(element);
+      if (count % word_bits == 0) return;  // else there may be no array behind them
+      std::copy(scores_, scores_ + count, computed_);
+    } else if constexpr (requires { score.bound(element, bit); }) {
+      compute_bounds(score, element, bit, count, computed_);
+    } else {
+      compute_scores(score, element, bit, count, computed_);
+    }
+    scores_ = computed_;
+    std::fill(computed_ + count, computed_ + words_for(count) * word_bits, 0.0f);
+    if constexpr (requires { score.bound(element, bit); }) {
+      MaskWord none[select_block / word_bits], possible[select_block / word_bits];
+      const std::size_t found = mark({std::min(least, infinite_key), key_end}, none, possible).reached;
+      if (found > count / 3) return compute_scores(score, element, bit, count, computed_);  // side by side is faster
+      SetBits chosen;
+      chosen.find(possible, words_for(count));
+      compute_chosen_scores(score, element, bit, chosen, computed_);
+    }
+  }
+
+  std::uint32_t key(std::size_t i) const noexcept { return score_key(scores_[i]); }
+
+  /// Writes one bit for each element whose key is above the range, and for each whose key is inside it or above.
+  KeyCounts mark(KeyRange range, MaskWord* above, MaskWord* reached) const {
+    KeyCounts counts = mark_range(scores_, words_for(count_) * word_bits, range, above, reached);
+    if (count_ % word_bits != 0) {
+      const auto trim = [this](MaskWord& last) {
+        const MaskWord padding = last & ~MaskWord{0} << count_ % word_bits;
+        last ^= padding;
+        return static_cast<std::size_t>(std::popcount(padding));
+      };
+      counts.above -= trim(above[count_ / word_bits]);
+      counts.reached -= trim(reached[count_ / word_bits]);
+    }
+    return counts;
+  }
+
+ private:
+  std::size_t count_ = 0;
+  const float* scores_ = nullptr;
+  float computed_[select_block];
+};
+
+/// Encodes the keys inside the range, by the bits that ScoreBlock::mark wrote. Those of a segment count from `begin`.
+inline void collect_keys(const ScoreBlock& scores, std::size_t begin, std::span<const MaskWord> above,
+                         const MaskWord* reached, CandidateCode code, std::uint64_t* candidates) {
   for (std::size_t w = 0; w < above.size(); ++w)
     for (MaskWord inside = reached[w] & ~above[w]; inside != 0; inside &= inside - 1) {
-      const std::size_t i = begin + w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
-      *candidates++ = code.encode(score_key(score(element + i, bit + i)), i);
+      const std::size_t i = w * word_bits + static_cast<std::size_t>(std::countr_zero(inside));
+      *candidates++ = code.encode(scores.key(i), begin + i);
     }
 }
 
@@ -287,7 +360,7 @@ class Selection {
       prepare_all();
       return next_guess();
     }
-    const std::uint32_t key = last.key;
+    const std::uint32_t key = last.next;
     return {key - std::min(key, last.reach - 1), key + std::min(key_end - key, last.reach)};
   }
 
@@ -335,16 +408,19 @@ class Selection {
     return above == reached ? KeyRange{middle, middle + 1} : range_of_kth(sample_, (above + reached + 1) / 2, 0);
   }
 
-  // For the next call. The threshold is looked for four times as far away as it has just moved, half as far as this
-  // time, or among a few elements, whichever is most; a sample tells more where that is too much.
+  // For the next call, whose threshold should grow as the last ones did, smoothed. It is looked for four times as far
+  // away as this one was from where it should have been, half as far as this time, or among a few elements, whichever
+  // is most; a sample tells more where that is too much.
   void remember(std::uint32_t threshold, LastThreshold& last) const {
     const double most = spacing(threshold) * static_cast<double>(std::min(sample_share(count_), 2 * k_));
-    const double moved = std::abs(static_cast<double>(threshold) - last.key);
+    const double error = static_cast<double>(threshold) - last.next;
     const double before = last.reach == 0 ? 0 : last.reach - 1;
-    const double reach = std::max({4 * moved, before / 2, most / 16});
-    last.key = threshold & (key_end - 1);
+    const double reach = std::max({4 * std::abs(error), before / 2, most / 16});
+    const double growth = last.reach == 0 ? 0 : std::clamp(last.growth + error / 2, -0x1p30, 0x1p30);
+    last.next = static_cast<std::uint32_t>(std::clamp(threshold + growth, 0.0, key_end - 1.0)) & (key_end - 1);
     last.jumps = reach > most;
     last.reach = 1 + static_cast<std::uint32_t>(std::min({reach, 4 * most, key_end / 2.0}));
+    last.growth = static_cast<std::int32_t>(growth);
   }
 
   // From one element's key to the next, on average, near the threshold: in the last range, up to where it has a bound.
@@ -378,14 +454,8 @@ class Selection {
     return counts;
   }
 
-  KeyCounts compare(std::size_t begin, std::size_t count, KeyRange range, MaskWord* above, MaskWord* reached) const {
-    if constexpr (requires { score_.bound(element_, bit_); })
-      return compare_bounded_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached);
-    else
-      return compare_keys(score_, element_ + begin, bit_ + begin, count, range, above, reached);
-  }
-
   KeyCounts read_chunk(std::size_t chunk, KeyRange range) {
+    ScoreBlock scores;
     std::array<MaskWord, select_block / word_bits> reached;
     std::array<std::uint64_t, 2 * select_block> collected;
     std::size_t pending = 0;
@@ -393,11 +463,11 @@ class Selection {
     for_blocks(chunk, [&](std::size_t begin, std::size_t count) {
       if (!is_prepared_) prepare(begin);
       MaskWord* const above = words_ + begin / word_bits;
-      const KeyCounts block = compare(begin, count, range, above, reached.data());
+      scores.read(score_, element_ + begin, bit_ + begin, count, range.low);
+      const KeyCounts block = scores.mark(range, above, reached.data());
       counts += block;
       if (block.inside() == 0 || !can_collect(range, found_)) return;
-      collect_keys(score_, element_, bit_, begin, {above, words_for(count)}, reached.data(), code(range),
-                   collected.data() + pending);
+      collect_keys(scores, begin, {above, words_for(count)}, reached.data(), code(range), collected.data() + pending);
       pending += block.inside();
       if (pending >= select_block) add_candidates({collected.data(), std::exchange(pending, 0)});
     });
@@ -454,9 +524,11 @@ class Selection {
       std::size_t kept = chunks_[i].kept;
       if (kept == 0) return;
       for_blocks(i, [&](std::size_t begin, std::size_t count) {
+        ScoreBlock scores;
         std::array<MaskWord, select_block / word_bits> reached;
         MaskWord* const words = words_ + begin / word_bits;
-        compare(begin, count, open_, words, reached.data());
+        scores.read(score_, element_ + begin, bit_ + begin, count, open_.low);
+        scores.mark(open_, words, reached.data());
         join_first({words, words_for(count)}, reached.data(), kept);
       });
     });
@@ -499,7 +571,7 @@ struct HostSelectWorkspace {
       if (segment.count > small_segment) largest = std::max(largest, segment.count);
     });
     const std::size_t tiles = plan.first_dense_tile(rank) - plan.first_tile(rank);
-    chunks = tiles * sizeof(LastThreshold);
+    chunks = (tiles * sizeof(LastThreshold) + alignof(SelectChunk) - 1) / alignof(SelectChunk) * alignof(SelectChunk);
     scratch = chunks + (largest == 0 ? 0 : chunks_for(largest)) * sizeof(SelectChunk);
     bytes = scratch + candidates_for(largest) * sizeof(std::uint64_t) + (tiles == 0 ? 0 : alignof(std::uint64_t));
   }
@@ -507,16 +579,16 @@ struct HostSelectWorkspace {
 
 }  // namespace detail
 
-/// Bytes that select_top works in: 8 for each tile that the rank selects in, which remember the last call, and, where a
-/// segment has more than 131,072 elements, of the largest one 24 for every 65,536 elements and 24 * count^(2/3).
+/// Bytes that select_top works in: 12 for each tile that the rank selects in, which remember the last call, and, where
+/// a segment has more than 131,072 elements, of the largest one 24 for every 65,536 elements and 24 * count^(2/3).
 inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const HostStream&) {
   return detail::HostSelectWorkspace(plan, rank).bytes;
 }
 
 /// Writes the rank's part of a mask: in each of its segments the bits of the k largest score_key(score(element, bit)),
-/// the lower index first where keys are equal. Computes every score once, and a few again; twice where more keys are
-/// equal to the k-th than there is room for, or where a guess fails: about once in a hundred times. At worst, with
-/// scores made for it, about 50 times.
+/// the lower index first where keys are equal. Computes every score once; twice where more keys are equal to the k-th
+/// than there is room for, or where a guess fails: about once in a hundred times. At worst, with scores made for it,
+/// about 50 times.
 ///
 /// Calls prepare(i) once for every tile of the plan, of whatever rank, ahead of all scores of the tile's elements and
 /// of what is written of its words; mostly right ahead, so that scores find in the cache what prepare has left there.
