@@ -1,5 +1,6 @@
 #include "primitives.hpp"
 
+#include <scape/host/huge_pages.hpp>
 #include <scape/host/mapped_file.hpp>
 
 #include <unistd.h>
@@ -44,9 +45,22 @@ SCAPE_HOST_LOOP inline std::uint32_t sum_of_bits(const float* values, std::size_
   return sum;
 }
 
+/// Ordinary memory, or huge pages for all arrays, those of the yardsticks included.
+struct BenchMemory {
+  bool is_huge = from_environment("SCAPE_BENCH_HUGE_PAGES", 0) != 0;
+  void* allocate(std::size_t bytes, std::size_t alignment) {
+    return is_huge ? scape::HugePageMemory().allocate(bytes, alignment)
+                   : scape::HostMemory().allocate(bytes, alignment);
+  }
+  void deallocate(void* memory, std::size_t bytes, std::size_t alignment) noexcept {
+    is_huge ? scape::HugePageMemory().deallocate(memory, bytes, alignment)
+            : scape::HostMemory().deallocate(memory, bytes, alignment);
+  }
+};
+
 struct HostBackend {
   using Stream = scape::HostStream;
-  using Memory = scape::HostMemory;
+  using Memory = BenchMemory;
   static constexpr std::size_t elements = 32 << 20, iterations = 7, steps_before = 40;
   static constexpr double sector = 64;  // bytes that memory moves at once
   static constexpr bool has_bus = false;
@@ -74,7 +88,8 @@ struct HostBackend {
     std::string model = "unknown CPU";
     for (std::string line; std::getline(file, line);)
       if (line.starts_with("model name")) model = line.substr(line.find(':') + 2);
-    return model + ", " + std::to_string(pool.threads()) + " thread(s)" + (counts_cpu ? ", by CPU time" : "");
+    return model + ", " + std::to_string(pool.threads()) + " thread(s)" + (memory.is_huge ? ", huge pages" : "") +
+           (counts_cpu ? ", by CPU time" : "");
   }
 
   template <class Work>

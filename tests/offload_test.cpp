@@ -7,6 +7,7 @@
 #include <scape/offload.hpp>
 #include <scape/sharding.hpp>
 
+#include <scape/host/huge_pages.hpp>
 #include <scape/host/mapped_file.hpp>
 
 #include <doctest/doctest.h>
@@ -273,6 +274,25 @@ struct Folder {
 };
 
 }  // namespace
+
+TEST_CASE("memory in huge pages: is memory, aligned to a page where it fills one") {
+  using scape::HugePageMemory;
+  HugePageMemory memory;
+  const std::size_t page = HugePageMemory::page;
+  std::vector<scape::Buffer<unsigned char, HugePageMemory>> buffers;
+  for (const std::size_t size : {std::size_t{1}, page - 1, page, page + 1, 3 * page}) {
+    buffers.emplace_back(size, memory);
+    const auto values = buffers.back().span();
+    CHECK(reinterpret_cast<std::uintptr_t>(values.data()) % (size < page ? 256 : page) == 0);
+    std::fill(values.begin(), values.end(), static_cast<unsigned char>(size % 251));
+  }
+  for (const auto& buffer : buffers)
+    CHECK(std::count(buffer.span().begin(), buffer.span().end(), static_cast<unsigned char>(buffer.size() % 251)) ==
+          static_cast<std::ptrdiff_t>(buffer.size()));
+  void* const strict = memory.allocate(page, 2 * page);  // more than it aligns to by itself
+  CHECK(reinterpret_cast<std::uintptr_t>(strict) % (2 * page) == 0);
+  memory.deallocate(strict, page, 2 * page);
+}
 
 TEST_CASE("memory in a file: is memory, aligned, and leaves no file") {
   const Folder folder;
