@@ -411,7 +411,7 @@ void add_rule(Bench<B>& bench) {
         bench.time(
             update_bytes<Rule, B>(density, decay > 0), bench.elements,
             [&] {
-              scape::update(mask.view, rule.update(parameters.span(), state.span(), payload.span()), now.span()[0],
+              scape::update(mask.view, rule.update(parameters.span(), payload.span()), now.span()[0],
                             stream);
             },
             [&] { scape::transform(now.span()[0], NextStep{}, stream); });

@@ -162,7 +162,7 @@ class SlowSteps {
   }
 
   void update(Floats mean, std::size_t rank) {
-    const auto rule = rules_[rank]->update(parameters[rank], stores[rank], mean);
+    const auto rule = rules_[rank]->update(parameters[rank], mean);
     for (const scape::Segment& segment : plan_.segments())
       if (rule.needs_every(segment))
         for (std::size_t i = segment.begin; i < segment.begin + segment.count; ++i) rule.every(i, scalars_);
@@ -170,6 +170,7 @@ class SlowSteps {
       if (order_[p] != nothing) {
         const float root = scape::square_root(rule.second_moment(order_[p], p, scalars_));
         rule.kept(order_[p], p, segment_of(order_[p]).decay, root, scalars_);
+        if (!rules_[rank]->set_aside().empty()) stores[rank][order_[p]] = rules_[rank]->set_aside()[p];
       }
   }
 

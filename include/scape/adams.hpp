@@ -401,8 +401,11 @@ class AdamS {
 
   /// The mask of the last step. Like the next three, for work of the compute stream, until the next step.
   MaskView mask() const noexcept { return masks_.current(); }
-  /// The ResidualStore's array; rule `scape`: the first moment on the mask, the residual off it.
-  std::span<const float> store() const noexcept { return store_.values(); }
+  /// The ResidualStore's array; rule `scape`: the first moment on the mask, which this puts there, the residual off it.
+  std::span<const float> store() const {
+    settle(compute_);
+    return store_.values();
+  }
   /// The store itself; offloaded, it tells whether its memory is what was asked for.
   const auto& residual_store() const noexcept { return store_; }
   /// What coding the last step's payload has rounded away, by payload position: the next step adds it to the gradient.
@@ -572,7 +575,10 @@ class AdamS {
     if (clips_payload()) transform(scalars(), detail::ClipPayload{options_.clip_norm}, compute);
     const std::uint64_t bytes_of_parameters = update_parameters(mask, parameters, payload, compute);
     clock_.lap(&StepReport::Seconds::update, compute);
-    if (rule_.selects_after_update()) draft(gradients, mask, compute);
+    if (rule_.selects_after_update()) {
+      rule_.settle(store_.values(), mask, compute);
+      draft(gradients, mask, compute);
+    }
     clock_.lap(&StepReport::Seconds::select, compute);
     if constexpr (H::sharded && H::replicates) masters_.receive(mask, parameters, compute);
     clock_.lap(&StepReport::Seconds::parameter_wait, compute);
@@ -760,6 +766,11 @@ class AdamS {
       f(ScaledGradient<G>{gradients.data(), &scalars()});
   }
 
+  // Brings the store up to date at the last mask.
+  void settle(const S& compute) const {
+    if (masks_.step() != 0) rule_.settle(store_.values(), masks_.current(), compute);
+  }
+
   void set_rates(const S& compute) {
     transform(scalars(), detail::SetRates{options_.learning_rate, options_.gradient_scale}, compute);
     rates_are_new_ = false;
@@ -770,6 +781,7 @@ class AdamS {
     if (micro_batches_ != 0) return;
     if (rates_are_new_) set_rates(compute);
     transform(scalars(), detail::BeginStep<decltype(rule_.advance())>{rule_.advance()}, compute);
+    if (masks_.draft_first()) settle(compute);
     rule_.begin(scalars(), compute);
     if (clips_gradient()) {
       take_norm(ScaledGradient<G>{gradients.data(), &scalars()}, gradients.size(), compute);
@@ -791,15 +803,15 @@ class AdamS {
   std::uint64_t update_parameters(MaskView mask, std::span<Parameter> parameters, std::span<const float> payload,
                                   const S& compute) {
     if constexpr (!H::sharded) {
-      update(mask, rule_.update(parameters, store_.values(), payload), scalars(), compute);
+      update(mask, rule_.update(parameters, payload), scalars(), compute);
       return 0;
     } else {
       const std::size_t first = plan_.first_tile(communicator_.rank()),
                         last = plan_.first_tile(communicator_.rank() + 1);
-      update(mask.part(first, last), rule_.update(masters_.masters(), store_.values(), payload), scalars(), compute);
+      update(mask.part(first, last), rule_.update(masters_.masters(), payload), scalars(), compute);
       if constexpr (R::follows_others)
         for (const MaskView& others : {mask.part(0, first), mask.part(last, mask.plan.tiles.size())})
-          for_each_kept(others, rule_.follow(store_.values(), payload, scalars()), compute);
+          for_each_kept(others, rule_.follow(payload, scalars()), compute);
       if constexpr (!H::replicates) {
         masters_.round(parameters, compute);
         return 0;

@@ -9,9 +9,11 @@
 #include <scape/step_scalars.hpp>
 #include <scape/stream.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 namespace scape::inline v0 {
 
@@ -30,9 +32,9 @@ enum class MaskScore {
 };
 
 /// The paper's update rule (docs/algorithm.md, "Rule scape"): an element that leaves the mask gives its first moment
-/// back to the residuals, so the first moment lives on the mask and the residual off it, and both share the
-/// ResidualStore's one array. Besides that the rule owns 4 bytes for each element of the largest payload. Clips the
-/// rebuilt gradient.
+/// back to the residuals, so the first moment lives on the mask alone, by payload position, and the residual off it, in
+/// the ResidualStore's one array. The rule owns 8 bytes for each element of the largest payload (delay + 1 times 4, for
+/// a delay of 2 or more): the first moments of the last mask and of this one. Clips the rebuilt gradient.
 struct ScapeRule {
   BiasCorrection bias_correction = BiasCorrection::adam;
   MaskScore score = MaskScore::corrected;
@@ -59,8 +61,11 @@ struct ScapeRule {
   // In Accumulation, a = residual where the element was off the mask, first moment where it was on it (the other of the
   // two is 0). All become u + beta1 / (1 - beta1) m = c / (1 - beta1), c being the corrected first moment: off the mask
   // that is the new residual, and everywhere it is what the mask is scored by. Kept elements send u and set m aside.
+  // First moments lie by position: `returned` of the mask before, which the pass takes in their elements' place, or
+  // null before there are any.
   struct Accumulation {
     float moment_to_residual;
+    const float* returned = nullptr;
     SCAPE_HOST_DEVICE float state(float g, float a, bool was_kept, bool) const {
       return multiply_add(choose(was_kept, moment_to_residual, 1.0f), a, g);
     }
@@ -83,8 +88,9 @@ struct ScapeRule {
   };
 
   struct Update {
-    float *parameters, *state;
-    const float *payload, *moments;
+    float* parameters;
+    const float* payload;
+    float* moments;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon;
     bool decays;
     std::size_t shift = 0;  // from an element to its place in `parameters`: set for each tile
@@ -105,7 +111,7 @@ struct ScapeRule {
       const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
       const float step = divide(corrected(first, now.first_correction), choose(scale == 0, 1.0f, scale));
       parameters[i + shift] = subtract(parameters[i + shift], multiply(now.learning_rate, step));
-      state[i] = first;
+      moments[position] = first;
     }
     // Corrections become 1 after some hundred steps: no division, then.
     SCAPE_HOST_DEVICE static float corrected(float moment, float correction) {
@@ -113,7 +119,6 @@ struct ScapeRule {
     }
     void prefetch(std::size_t i) const {
       if (!decays) prefetch_to_write(parameters + (i + shift));  // else all of them are read
-      prefetch_to_write(state + i);
     }
     SCAPE_HOST_DEVICE float first_moment(std::size_t position, const StepScalars& now) const {
       const float gradient = multiply(payload[position], now.payload_scale);
@@ -125,9 +130,16 @@ struct ScapeRule {
   struct Follow {
     Update update;
     const StepScalars* now;
-    SCAPE_HOST_DEVICE void operator()(std::size_t i, std::size_t position) const {
-      update.state[i] = update.first_moment(position, *now);
+    SCAPE_HOST_DEVICE void operator()(std::size_t, std::size_t position) const {
+      update.moments[position] = update.first_moment(position, *now);
     }
+  };
+
+  // Puts the first moments where their elements are.
+  struct Settle {
+    float* state;
+    const float* moments;
+    SCAPE_HOST_DEVICE void operator()(std::size_t i, std::size_t position) const { state[i] = moments[position]; }
   };
 
   template <class Gradient>
@@ -166,37 +178,48 @@ class ScapeRule::State {
  public:
   template <Stream S>
   State(const ScapeRule& rule, const AdamSOptions& options, std::size_t, std::size_t payload, M& memory, const S&)
-      : rule_(rule), options_(options), moments_(payload, memory) {}
+      : rule_(rule), options_(options) {
+    // As many as there are masks, so that steps captured into a graph find the same ones in every replay.
+    for (int i = 0; i <= std::max(options.delay, 1); ++i) moments_.emplace_back(payload, memory);
+  }
 
-  std::size_t state_bytes() const noexcept { return 0; }
-  std::size_t workspace_bytes() const noexcept { return moments_.bytes(); }
+  std::size_t state_bytes() const noexcept { return moments_[0].bytes(); }
+  std::size_t workspace_bytes() const noexcept { return (moments_.size() - 1) * moments_[0].bytes(); }
 
   /// Whether the masks of later steps are scored after the update of this one.
   bool selects_after_update() const noexcept { return rule_.score == MaskScore::updated; }
 
-  /// Where accumulating sets the kept elements' first moments aside, by payload position.
-  std::span<float> set_aside() const noexcept { return moments_.span(); }
+  /// Where accumulating sets the kept elements' first moments aside, by payload position, and the update leaves the new
+  /// ones.
+  std::span<float> set_aside() const noexcept { return moments_[step_ % moments_.size()].span(); }
 
   /// Work at the start of a step: none.
   template <Stream S>
-  void begin(const StepScalars&, const S&) const {}
+  void begin(const StepScalars&, const S&) {
+    ++step_;
+  }
+
+  /// Work between steps, and before a score that looks at elements of the last mask: puts their first moments into
+  /// `state`, which else has something else there.
+  template <Stream S>
+  void settle(std::span<float> state, MaskView mask, const S& stream) const {
+    for_each_kept(mask, Settle{state.data(), set_aside().data()}, stream);
+  }
 
   Advance advance() const { return {options_.beta1, options_.beta2, options_.weight_decay, rule_.bias_correction}; }
   Accumulation accumulation() const {
-    return {static_cast<float>(static_cast<double>(options_.beta1) / (1.0 - static_cast<double>(options_.beta1)))};
+    const float* const before = step_ <= 1 ? nullptr : moments_[(step_ - 1) % moments_.size()].span().data();
+    return {static_cast<float>(static_cast<double>(options_.beta1) / (1.0 - static_cast<double>(options_.beta1))),
+            before};
   }
-  Update update(std::span<float> parameters, std::span<float> state, std::span<const float> payload) const {
-    return {parameters.data(), state.data(),
-            payload.data(),    moments_.span().data(),
-            options_.beta1,    complement(options_.beta1),
-            options_.beta2,    complement(options_.beta2),
-            options_.epsilon,  options_.weight_decay != 0};
+  Update update(std::span<float> parameters, std::span<const float> payload) const {
+    return {parameters.data(),          payload.data(), set_aside().data(),         options_.beta1,
+            complement(options_.beta1), options_.beta2, complement(options_.beta2), options_.epsilon,
+            options_.weight_decay != 0};
   }
 
   /// For kept elements of other ranks, where parameters are sharded.
-  Follow follow(std::span<float> state, std::span<const float> payload, const StepScalars& now) const {
-    return {update({}, state, payload), &now};
-  }
+  Follow follow(std::span<const float> payload, const StepScalars& now) const { return {update({}, payload), &now}; }
 
   /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
   template <class Gradient, class Place, class Select>
@@ -218,7 +241,8 @@ class ScapeRule::State {
 
   ScapeRule rule_;
   AdamSOptions options_;
-  Buffer<float, M> moments_;
+  std::vector<Buffer<float, M>> moments_;  // of masks that take turns, by position
+  std::size_t step_ = 0;                   // that has begun, from 1
 };
 
 }  // namespace scape::inline v0

@@ -103,33 +103,50 @@ __device__ bool takes_quads(const T* address) {
   return reinterpret_cast<std::uintptr_t>(address) % sizeof(Quad<T>) == 0;
 }
 
-// What payloads have rounded away of a block's tile, by place; where there are none, nothing is kept in the block.
-struct NoErrors {
-  __device__ void load(const Tile&, std::size_t, const DeviceMask&, const float*) {}
-  __device__ float added(float g, unsigned, bool) const { return g; }
+// What lies by the previous mask's positions, of a block's tile: what payloads have rounded away, and what stands for
+// the state of elements that were kept; either may be null.
+struct NothingBefore {
+  __device__ void load(const Tile&, std::size_t, const DeviceMask&, const float*, const float*) {}
+  __device__ void join(unsigned, bool, float&, float&) const {}
 };
-struct TileErrors {
+struct TileBefore {
   TileBits bits;
-  const float* errors;
+  const float *errors, *returned;
 
-  __device__ void load(const Tile& tile, std::size_t index, const DeviceMask& before, const float* all) {
-    if (threadIdx.x == 0) errors = all + before.offsets[index];
+  __device__ void load(const Tile& tile, std::size_t index, const DeviceMask& before, const float* all_errors,
+                       const float* all_returned) {
+    if (threadIdx.x == 0) {
+      errors = all_errors == nullptr ? nullptr : all_errors + before.offsets[index];
+      returned = all_returned == nullptr ? nullptr : all_returned + before.offsets[index];
+    }
     bits.load(tile, before.words);  // and synchronises
   }
-  __device__ float added(float g, unsigned place, bool was_kept) const {
-    return was_kept ? add(g, errors[bits.position(place)]) : g;
+  __device__ void join(unsigned place, bool was_kept, float& g, float& a) const {
+    if (!was_kept) return;
+    const std::size_t position = bits.position(place);
+    if (errors != nullptr) g = add(g, errors[position]);
+    if (returned != nullptr) a = returned[position];
   }
 };
 
-template <class Errors, class G, class F>
+template <class F>
+const float* returned_by(const F& rule) {
+  if constexpr (requires { rule.returned; })
+    return rule.returned;
+  else
+    return nullptr;
+}
+
+template <class Before, class G, class F>
 __global__ void __launch_bounds__(block_threads)
-    accumulate_kernel(DeviceMask mask, DeviceMask previous, const float* all_errors, const G* gradient, float* state,
-                      float* payload, float* moments, F rule, const StepScalars* scalars) {
+    accumulate_kernel(DeviceMask mask, DeviceMask previous, const float* errors, const float* returned,
+                      const G* gradient, float* state, float* payload, float* moments, F rule,
+                      const StepScalars* scalars) {
   __shared__ TileBits bits;
-  __shared__ Errors errors;
+  __shared__ Before was;
   const Tile tile = mask.tiles[mask.tile()];
   bits.load(tile, mask.words);
-  errors.load(tile, mask.tile(), previous, all_errors);
+  was.load(tile, mask.tile(), previous, errors, returned);
   const float scale = scalars->gradient_scale;
   const std::size_t offset = mask.offsets[mask.tile()];
   const MaskWord* const before = previous.words + tile.bit / word_bits;
@@ -137,7 +154,8 @@ __global__ void __launch_bounds__(block_threads)
   state += tile.element;
   const auto accumulate = [&](unsigned place, bool was_kept, float g, float& a) {
     const bool is_kept = bits.kept(place);
-    g = errors.added(multiply(g, scale), place, was_kept);
+    g = multiply(g, scale);
+    was.join(place, was_kept, g, a);
     if (is_kept) {
       const std::size_t position = offset + bits.position(place);
       payload[position] = rule.payload(g, a, was_kept);
@@ -293,11 +311,12 @@ template <class G, class F>
 void accumulate_gradient(std::span<const G> gradient, std::span<float> state, MaskView before,
                          std::span<const float> errors, MaskView mask, std::span<float> payload,
                          std::span<float> moments, F rule, const StepScalars& scalars, const CudaStream& stream) {
-  const auto kernel = errors.empty() ? detail::accumulate_kernel<detail::NoErrors, G, F>
-                                     : detail::accumulate_kernel<detail::TileErrors, G, F>;
+  const float* const returned = detail::returned_by(rule);
+  const auto kernel = errors.empty() && returned == nullptr ? detail::accumulate_kernel<detail::NothingBefore, G, F>
+                                                            : detail::accumulate_kernel<detail::TileBefore, G, F>;
   detail::launch(kernel, mask.visits(), detail::block_threads, stream, detail::DeviceMask(mask),
-                 detail::DeviceMask(before), errors.data(), gradient.data(), state.data(), payload.data(),
-                 moments.data(), rule, &scalars);
+                 detail::DeviceMask(before), errors.empty() ? nullptr : errors.data(), returned, gradient.data(),
+                 state.data(), payload.data(), moments.data(), rule, &scalars);
 }
 
 template <class F>

@@ -15,6 +15,10 @@
 #include <cstdint>
 #include <span>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace scape::inline v0 {
 
 namespace detail {
@@ -52,14 +56,55 @@ struct TileGradientAndErrors {
   float operator()(std::size_t, std::size_t place) const { return sums[place]; }
 };
 
-template <class Gradient, class F>
-SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, Gradient gradient, float* state, const MaskWord* was,
-                                     const MaskWord* is, float* payload, float* moments, F rule) {
+// A tile's states, word by word: where those of its `count` elements are.
+struct TileState {
+  const float* values;
+
+  const float* load(std::size_t first, std::size_t, MaskWord) { return values + first; }
+};
+#if defined(__x86_64__)
+[[gnu::target("avx512f,bmi2,popcnt")]] inline void join_returned_avx512(const float* values, MaskWord was,
+                                                                        const float* returned, float* joined) {
+  const auto expand = [&](std::size_t begin) __attribute__((target("avx512f,bmi2,popcnt"))) {
+    const unsigned bits = was >> begin & 0xffff, count = static_cast<unsigned>(std::popcount(bits));
+    const __m512 kept = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), returned);
+    _mm512_storeu_ps(joined + begin,
+                     _mm512_mask_expand_ps(_mm512_loadu_ps(values + begin), static_cast<__mmask16>(bits), kept));
+    returned += count;
+  };
+  expand(0);
+  expand(16);
+}
+#endif
+// The same where what stands for the states of kept elements is next to each other elsewhere.
+struct TileStateAndReturned {
+  const float *values, *returned;
+  float joined[word_bits] = {};
+
+  const float* load(std::size_t first, std::size_t count, MaskWord was) {
+    if (was == 0) return values + first;
+    const float* const here = returned;
+    returned += std::popcount(was);
+    if (was == ~MaskWord{0}) return here;
+#if defined(__x86_64__)
+    if (count == word_bits && __builtin_cpu_supports("avx512f")) {
+      join_returned_avx512(values + first, was, here, joined);
+      return joined;
+    }
+#endif
+    std::copy_n(values + first, count, joined);
+    for (const float* next = here; was != 0; was &= was - 1) joined[std::countr_zero(was)] = *next++;
+    return joined;
+  }
+};
+
+template <class Gradient, class State, class F>
+SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, Gradient gradient, State state_before, float* state,
+                                     const MaskWord* was, const MaskWord* is, float* payload, float* moments, F rule) {
   state += tile.element;
   was += tile.bit / word_bits;
   is += tile.bit / word_bits;
-  const auto kept = [&](std::size_t first, std::size_t place, std::size_t position, bool was_kept) {
-    const float a = state[first + place];
+  const auto kept = [&](std::size_t first, std::size_t place, float a, std::size_t position, bool was_kept) {
     payload[position] = rule.payload(gradient(first, place), a, was_kept);
     if constexpr (requires { rule.moment(a, was_kept); }) moments[position] = rule.moment(a, was_kept);
   };
@@ -67,58 +112,31 @@ SCAPE_HOST_LOOP void accumulate_tile(const Tile& tile, Gradient gradient, float*
   std::size_t first = 0;
   for (; first + word_bits <= tile.count; first += word_bits, ++was, ++is) {
     const MaskWord before = *was, now = *is;
+    const float* const a = state_before.load(first, word_bits, before);
     gradient.load(first, word_bits, before);
     if (now == ~MaskWord{0}) {
       SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < word_bits; ++i) kept(first, i, position + i, before >> i & 1);
+      for (std::size_t i = 0; i < word_bits; ++i) kept(first, i, a[i], position + i, before >> i & 1);
       position += word_bits;
     } else {
       for (MaskWord bits = now; bits != 0; bits &= bits - 1) {
         const std::size_t i = static_cast<std::size_t>(std::countr_zero(bits));
-        kept(first, i, position++, before >> i & 1);
+        kept(first, i, a[i], position++, before >> i & 1);
       }
     }
     SCAPE_INDEPENDENT_ITERATIONS
     for (std::size_t i = 0; i < word_bits; ++i)
-      state[first + i] = rule.state(gradient(first, i), state[first + i], before >> i & 1, now >> i & 1);
+      state[first + i] = rule.state(gradient(first, i), a[i], before >> i & 1, now >> i & 1);
   }
-  if (first < tile.count) gradient.load(first, tile.count - first, *was);
+  if (first == tile.count) return;
+  const float* const a = state_before.load(first, tile.count - first, *was);
+  gradient.load(first, tile.count - first, *was);
   for (std::size_t i = 0; first + i < tile.count; ++i) {
     const bool was_kept = *was >> i & 1, is_kept = *is >> i & 1;
-    if (is_kept) kept(first, i, position++, was_kept);
-    state[first + i] = rule.state(gradient(first, i), state[first + i], was_kept, is_kept);
+    if (is_kept) kept(first, i, a[i], position++, was_kept);
+    state[first + i] = rule.state(gradient(first, i), a[i], was_kept, is_kept);
   }
 }
-
-// accumulate_gradient's work on one tile.
-template <class G, class F>
-struct AccumulateTile {
-  const G* gradient;
-  float* state;
-  const MaskWord* before;
-  const std::size_t* places;  // of the errors
-  const float* errors;
-  const Tile* tiles;
-  const MaskWord* mask;
-  const std::size_t* offsets;
-  float *payload, *moments;
-  F rule;
-  const StepScalars* scalars;
-
-  void operator()(std::size_t i) const {
-    const Tile& tile = tiles[i];
-    const std::size_t offset = offsets[i];
-    const auto accumulate = [&](auto of_tile) {
-      accumulate_tile(tile, of_tile, state, before, mask, payload + offset,
-                      moments == nullptr ? nullptr : moments + offset, rule);
-    };
-    const TileGradient<G> of_tile{gradient + tile.element, scalars->gradient_scale};
-    if (errors == nullptr)
-      accumulate(of_tile);
-    else
-      accumulate(TileGradientAndErrors<G>{of_tile, errors + places[i]});
-  }
-};
 
 // Every kept element of a tile: full(element, position) for each 32 that a word full of ones stands for, one(element,
 // position) for the others.
@@ -136,6 +154,43 @@ SCAPE_HOST_LOOP void visit_kept(const Tile& tile, const MaskWord* words, std::si
     }
   }
 }
+
+// accumulate_gradient's work on one tile.
+template <class G, class F>
+struct AccumulateTile {
+  const G* gradient;
+  float* state;
+  const MaskWord* before;
+  const std::size_t* places;  // of what was kept
+  const float* errors;
+  const Tile* tiles;
+  const MaskWord* mask;
+  const std::size_t* offsets;
+  float *payload, *moments;
+  F rule;
+  const StepScalars* scalars;
+
+  void operator()(std::size_t i) const {
+    const Tile& tile = tiles[i];
+    const std::size_t offset = offsets[i];
+    const auto accumulate = [&](auto of_tile, auto state_before) {
+      accumulate_tile(tile, of_tile, state_before, state, before, mask, payload + offset,
+                      moments == nullptr ? nullptr : moments + offset, rule);
+    };
+    const auto accumulate_with = [&](auto of_tile) {
+      const float* const values = state + tile.element;
+      if constexpr (requires { rule.returned; })
+        if (rule.returned != nullptr)
+          return accumulate(of_tile, TileStateAndReturned{values, rule.returned + places[i]});
+      accumulate(of_tile, TileState{values});
+    };
+    const TileGradient<G> of_tile{gradient + tile.element, scalars->gradient_scale};
+    if (errors == nullptr)
+      accumulate_with(of_tile);
+    else
+      accumulate_with(TileGradientAndErrors<G>{of_tile, errors + places[i]});
+  }
+};
 
 // The kept elements element_of(0) to element_of(count - 1), at payload positions from `position` on.
 template <class F, class Elements>
@@ -248,7 +303,8 @@ auto tile_accumulation(std::span<const G> gradient, std::span<float> state, Mask
 ///   state[i] = rule.state(g, a, was_kept, is_kept)
 /// and for every kept one, at its payload position p
 ///   payload[p] = rule.payload(g, a, was_kept), moments[p] = rule.moment(a, was_kept)
-/// (the last only where the rule has that member), with was_kept from `before`, is_kept from `mask`. `errors`, where it
+/// (the last only where the rule has that member), with was_kept from `before`, is_kept from `mask`. Where the rule has
+/// an array `returned`, a is returned[q] where the element was kept, at position q. `errors`, where it
 /// is not empty, is what payloads have rounded away at `before`, by its positions, and is added to g.
 /// Reads gradient and state once and writes state once.
 template <class G, class F>
