@@ -14,7 +14,9 @@
 namespace scape::inline v0 {
 
 /// How a gradient g joins the state a of its element in plain error feedback: what is not sent is kept and added to the
-/// next gradient. A rule with other members of these names, and optionally `moment`, goes in its place.
+/// next gradient. A rule with other members of these names goes in its place. It may have `moment`, of which the value
+/// is set aside by payload position, and `returned`: an array, or null, of what stands for the states of the elements
+/// kept before, by that mask's positions.
 struct ErrorFeedback {
   SCAPE_HOST_DEVICE float state(float g, float a, bool, bool is_kept) const { return choose(is_kept, 0.0f, add(a, g)); }
   SCAPE_HOST_DEVICE float payload(float g, float a, bool) const { return add(a, g); }

@@ -107,11 +107,18 @@ struct ScapeRule {
       return corrected(second, now.second_correction);
     }
     SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, float root, const StepScalars& now) const {
+      move(i, step(position, root, now));
+    }
+    // kept() in two, for hosts: what needs the position alone, and leaves the first moment; and what is left.
+    SCAPE_HOST_DEVICE float step(std::size_t position, float root, const StepScalars& now) const {
       const float first = first_moment(position, now);
-      const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
-      const float step = divide(corrected(first, now.first_correction), choose(scale == 0, 1.0f, scale));
-      parameters[i + shift] = subtract(parameters[i + shift], multiply(now.learning_rate, step));
       moments[position] = first;
+      const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
+      return multiply(now.learning_rate,
+                      divide(corrected(first, now.first_correction), choose(scale == 0, 1.0f, scale)));
+    }
+    SCAPE_HOST_DEVICE void move(std::size_t i, float step) const {
+      parameters[i + shift] = subtract(parameters[i + shift], step);
     }
     // Corrections become 1 after some hundred steps: no division, then.
     SCAPE_HOST_DEVICE static float corrected(float moment, float correction) {
