@@ -455,13 +455,13 @@ void run(int ranks, F body, int threads = 1) {
   Rank::run(ranks, body, threads);
 }
 
-/// Trains on all ranks; what every rank had after every step.
+/// Trains on all ranks; what every rank had after every step, or after the last alone where nobody looks before.
 template <class Rank, class Rule>
-History train(const Problem& problem, const Rule& rule, bool reports = true, int threads = 1) {
+History train(const Problem& problem, const Rule& rule, bool reports = true, int threads = 1, bool looks = true) {
   const std::size_t world = static_cast<std::size_t>(problem.layout.ranks());
   History history(problem.gradients.size(), std::vector<State>(world));
 #if defined(SCAPE_TESTS_OVER_MPI)  // a process sees its own rank's only: of the others, what they must have
-  if constexpr (!std::is_same_v<Rank, ThreadRank>) history = train<ThreadRank>(problem, rule, reports, threads);
+  if constexpr (!std::is_same_v<Rank, ThreadRank>) history = train<ThreadRank>(problem, rule, reports, threads, looks);
 #endif
   run<Rank>(
       problem.layout.ranks(),
@@ -471,7 +471,7 @@ History train(const Problem& problem, const Rule& rule, bool reports = true, int
         for (std::size_t step = 0; step < problem.gradients.size(); ++step) {
           scape::StepReport report;
           session.step(problem.gradients[step][me], reports ? &report : nullptr);
-          history[step][me] = session.state();
+          if (looks || step + 1 == problem.gradients.size()) history[step][me] = session.state();
           history[step][me].report = report;
         }
       },

@@ -24,6 +24,14 @@ struct ErrorFeedback {
 
 namespace detail {
 
+template <class Rule>
+const float* returned_by(const Rule& rule) {
+  if constexpr (requires { rule.returned; })
+    return rule.returned;
+  else
+    return nullptr;
+}
+
 template <class G>
 struct AddTo {
   float* values;

@@ -4,6 +4,7 @@
 #include <scape/cuda/launch.cuh>
 #include <scape/cuda/stream.hpp>
 #include <scape/mask_plan.hpp>
+#include <scape/residual_store.hpp>
 #include <scape/step_scalars.hpp>
 
 #include <cub/block/block_scan.cuh>
@@ -128,14 +129,6 @@ struct TileBefore {
     if (returned != nullptr) a = returned[position];
   }
 };
-
-template <class F>
-const float* returned_by(const F& rule) {
-  if constexpr (requires { rule.returned; })
-    return rule.returned;
-  else
-    return nullptr;
-}
 
 template <class Before, class G, class F>
 __global__ void __launch_bounds__(block_threads)

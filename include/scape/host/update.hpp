@@ -6,6 +6,7 @@
 #include <scape/host/square_roots.hpp>
 #include <scape/host/stream.hpp>
 #include <scape/mask_plan.hpp>
+#include <scape/residual_store.hpp>
 #include <scape/step_scalars.hpp>
 
 #include <algorithm>
@@ -179,9 +180,9 @@ struct AccumulateTile {
     };
     const auto accumulate_with = [&](auto of_tile) {
       const float* const values = state + tile.element;
-      if constexpr (requires { rule.returned; })
-        if (rule.returned != nullptr)
-          return accumulate(of_tile, TileStateAndReturned{values, rule.returned + places[i]});
+      if constexpr (requires(F f) { f.returned; })
+        if (const float* const returned = returned_by(rule); returned != nullptr)
+          return accumulate(of_tile, TileStateAndReturned{values, returned + places[i]});
       accumulate(of_tile, TileState{values});
     };
     const TileGradient<G> of_tile{gradient + tile.element, scalars->gradient_scale};
