@@ -328,7 +328,7 @@ struct Alone {
   scape::StepScalars now;
 
   Alone(std::size_t size, const AdamSOptions& options)
-      : rule(ClockRule{}, options, size, size, backend.memory, backend.stream),
+      : rule(ClockRule{}, options, size, size, size, backend.memory, backend.stream),
         parameters(size),
         residual(size),
         gradient(size),

@@ -61,7 +61,7 @@ class SlowSteps {
         bound_(plan_.size()) {
     for (std::size_t rank = 0; rank < world_; ++rank) {
       const std::size_t positions = plan_.payload_size(1, true);
-      rules_.push_back(std::make_unique<State>(rule, options_, plan_.size(), positions, memory_, stream_));
+      rules_.push_back(std::make_unique<State>(rule, options_, plan_.size(), positions, positions, memory_, stream_));
       parameters.push_back(problem.parameters);
       stores.emplace_back(plan_.size());
     }
@@ -147,7 +147,7 @@ class SlowSteps {
       if (i == nothing) continue;
       payload[p] = rule.payload(sums[i], store[i], before_[i]);
       if constexpr (requires { rule.moment(0.0f, true); })
-        rules_[rank]->set_aside()[p] = rule.moment(store[i], before_[i]);
+        rules_[rank]->set_aside(order_.size())[p] = rule.moment(store[i], before_[i]);
     }
     for (std::size_t i = 0; i < sums.size(); ++i) {
       if constexpr (requires { rule.moment(0.0f, true); })  // goes back to the residual
@@ -170,7 +170,8 @@ class SlowSteps {
       if (order_[p] != nothing) {
         const float root = scape::square_root(rule.second_moment(order_[p], p, scalars_));
         rule.kept(order_[p], p, segment_of(order_[p]).decay, root, scalars_);
-        if (!rules_[rank]->set_aside().empty()) stores[rank][order_[p]] = rules_[rank]->set_aside()[p];
+        if constexpr (std::is_same_v<Rule, ScapeRule>)
+          stores[rank][order_[p]] = rules_[rank]->set_aside(order_.size())[p];
       }
   }
 

@@ -171,7 +171,8 @@ class AdamS {
         masker_(plan_, tables_.view(), communicator.rank()),
         store_(keep.template store<S>(plan_, memory, compute)),
         reducer_(payload_capacity(), options.payload, communicator.size(), memory, plan_.buckets() > 1),
-        rule_(rule, options, plan_.own_elements(communicator.rank()), reducer_.capacity(), memory, compute),
+        rule_(rule, options, plan_.own_elements(communicator.rank()), reducer_.capacity(),
+              plan_.payload_size(options.density, H::sharded), memory, compute),
         masters_(plan_, tables_.view(), communicator.rank(), H::replicates ? reducer_.capacity() : 0, memory),
         sent_(R::pending_counts_as_sent && options.delay > 1 ? plan_.words() : 0, memory),
         sums_(R::scores_gradient && options.adds
@@ -574,11 +575,9 @@ class AdamS {
     }
     if (clips_payload()) transform(scalars(), detail::ClipPayload{options_.clip_norm}, compute);
     const std::uint64_t bytes_of_parameters = update_parameters(mask, parameters, payload, compute);
+    rule_.finish(store_.values(), mask, compute);
     clock_.lap(&StepReport::Seconds::update, compute);
-    if (rule_.selects_after_update()) {
-      rule_.settle(store_.values(), mask, compute);
-      draft(gradients, mask, compute);
-    }
+    if (rule_.selects_after_update()) draft(gradients, mask, compute);
     clock_.lap(&StepReport::Seconds::select, compute);
     if constexpr (H::sharded && H::replicates) masters_.receive(mask, parameters, compute);
     clock_.lap(&StepReport::Seconds::parameter_wait, compute);
@@ -699,7 +698,7 @@ class AdamS {
     if (at_mask_)
       store_.add(gradients, mask, payload, rule_.accumulation(), scalars(), compute);
     else
-      store_.accumulate(gradients, masks_.previous(), errors_before_, mask, payload, rule_.set_aside(),
+      store_.accumulate(gradients, masks_.previous(), errors_before_, mask, payload, rule_.set_aside(payload.size()),
                         rule_.accumulation(), scalars(), compute);
   }
 
@@ -716,8 +715,9 @@ class AdamS {
                   }) {
       if (clock_.runs() || at_mask_ || rule_.selects_after_update() || !masks_.draft_next() || masks_.step() == 0)
         return false;
-      const auto accumulation = store_.accumulation(gradients, masks_.previous(), errors_before_, mask, payload,
-                                                    rule_.set_aside(), rule_.accumulation(), scalars(), compute);
+      const auto accumulation =
+          store_.accumulation(gradients, masks_.previous(), errors_before_, mask, payload,
+                              rule_.set_aside(payload.size()), rule_.accumulation(), scalars(), compute);
       score_after(gradients, mask, compute, [&](auto score) {
         masker_.select(score, masks_.draft_density(), masks_.draft(compute), select_workspace_.span(), accumulation,
                        compute);

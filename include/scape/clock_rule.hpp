@@ -202,7 +202,8 @@ template <MemoryResource M>
 class ClockRule::State {
  public:
   template <Stream S>
-  State(const ClockRule& rule, const AdamSOptions& options, std::size_t size, std::size_t, M& memory, const S& stream)
+  State(const ClockRule& rule, const AdamSOptions& options, std::size_t size, std::size_t, std::size_t, M& memory,
+        const S& stream)
       : rule_(rule),
         options_(options),
         moments_(size, memory),
@@ -220,7 +221,7 @@ class ClockRule::State {
   std::size_t state_bytes() const noexcept { return moments_.bytes() + last_.bytes() + powers_.bytes(); }
   std::size_t workspace_bytes() const noexcept { return 0; }
   bool selects_after_update() const noexcept { return true; }
-  std::span<float> set_aside() const noexcept { return {}; }
+  std::span<float> set_aside(std::size_t) const noexcept { return {}; }
 
   /// The first moment, and the number modulo 2^16 of the step that last kept the element (0: none), counted from 1.
   std::span<const float> moments() const noexcept { return moments_.span(); }
@@ -232,9 +233,11 @@ class ClockRule::State {
     for_each_if_due(last_.size(), Sweep{clocks()}, now, stream);
   }
 
-  /// Work between steps: none.
+  /// Work between steps, and after the update: none.
   template <Stream S>
   void settle(std::span<float>, MaskView, const S&) const {}
+  template <Stream S>
+  void finish(std::span<float>, MaskView, const S&) const {}
 
   Advance advance() const { return {}; }
   ErrorFeedback accumulation() const { return {}; }

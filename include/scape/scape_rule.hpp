@@ -33,8 +33,8 @@ enum class MaskScore {
 
 /// The paper's update rule (docs/algorithm.md, "Rule scape"): an element that leaves the mask gives its first moment
 /// back to the residuals, so the first moment lives on the mask alone, by payload position, and the residual off it, in
-/// the ResidualStore's one array. The rule owns 8 bytes for each element of the largest payload (delay + 1 times 4, for
-/// a delay of 2 or more): the first moments of the last mask and of this one. Clips the rebuilt gradient.
+/// the ResidualStore's one array. The rule owns 4 bytes for each element of the largest payload, and max(delay, 1)
+/// times 4 for each of one at the final density. Clips the rebuilt gradient.
 struct ScapeRule {
   BiasCorrection bias_correction = BiasCorrection::adam;
   MaskScore score = MaskScore::corrected;
@@ -184,44 +184,60 @@ template <MemoryResource M>
 class ScapeRule::State {
  public:
   template <Stream S>
-  State(const ScapeRule& rule, const AdamSOptions& options, std::size_t, std::size_t payload, M& memory, const S&)
-      : rule_(rule), options_(options) {
+  State(const ScapeRule& rule, const AdamSOptions& options, std::size_t, std::size_t largest_payload,
+        std::size_t last_payload, M& memory, const S&)
+      : rule_(rule), options_(options), last_payload_(options.density < 1 ? last_payload : 0) {
     // As many as there are masks, so that steps captured into a graph find the same ones in every replay.
-    for (int i = 0; i <= std::max(options.delay, 1); ++i) moments_.emplace_back(payload, memory);
+    moments_.emplace_back(largest_payload, memory);
+    for (int i = 0; i < std::max(options.delay, 1); ++i) moments_.emplace_back(last_payload_, memory);
   }
 
-  std::size_t state_bytes() const noexcept { return moments_[0].bytes(); }
-  std::size_t workspace_bytes() const noexcept { return (moments_.size() - 1) * moments_[0].bytes(); }
+  std::size_t state_bytes() const noexcept { return moments_.back().bytes(); }
+  std::size_t workspace_bytes() const noexcept {
+    return moments_[0].bytes() + (moments_.size() - 2) * moments_.back().bytes();
+  }
 
   /// Whether the masks of later steps are scored after the update of this one.
   bool selects_after_update() const noexcept { return rule_.score == MaskScore::updated; }
 
-  /// Where accumulating sets the kept elements' first moments aside, by payload position, and the update leaves the new
-  /// ones.
-  std::span<float> set_aside() const noexcept { return moments_[step_ % moments_.size()].span(); }
-
   /// Work at the start of a step: none.
   template <Stream S>
   void begin(const StepScalars&, const S&) {
+    returned_ = step_ == 0 || is_settled_ ? nullptr : moments_[current_].span().data();
+    is_settled_ = false;
     ++step_;
   }
 
-  /// Work between steps, and before a score that looks at elements of the last mask: puts their first moments into
-  /// `state`, which else has something else there.
+  /// Where accumulating sets the kept elements' first moments aside, by position in a payload of `count`, and the
+  /// update leaves the new ones. Payloads of a density warm-up share one array: finish() empties it.
+  std::span<float> set_aside(std::size_t count) noexcept {
+    shares_ = count > last_payload_;
+    current_ = shares_ ? 0 : step_ % moments_.size();
+    return moments_[current_].span();
+  }
+
+  /// Work between steps, for who wants to look at the last mask's elements in `state`: puts their first moments there,
+  /// where else there is what they were selected by.
   template <Stream S>
   void settle(std::span<float> state, MaskView mask, const S& stream) const {
-    for_each_kept(mask, Settle{state.data(), set_aside().data()}, stream);
+    for_each_kept(mask, Settle{state.data(), moments_[current_].span().data()}, stream);
+  }
+
+  /// Work after the update: the same, where the next step would not find them, or a score is to.
+  template <Stream S>
+  void finish(std::span<float> state, MaskView mask, const S& stream) {
+    is_settled_ = shares_ || selects_after_update();
+    if (is_settled_) settle(state, mask, stream);
   }
 
   Advance advance() const { return {options_.beta1, options_.beta2, options_.weight_decay, rule_.bias_correction}; }
   Accumulation accumulation() const {
-    const float* const before = step_ <= 1 ? nullptr : moments_[(step_ - 1) % moments_.size()].span().data();
     return {static_cast<float>(static_cast<double>(options_.beta1) / (1.0 - static_cast<double>(options_.beta1))),
-            before};
+            returned_};
   }
   Update update(std::span<float> parameters, std::span<const float> payload) const {
-    return {parameters.data(),          payload.data(), set_aside().data(),         options_.beta1,
-            complement(options_.beta1), options_.beta2, complement(options_.beta2), options_.epsilon,
+    return {parameters.data(),          payload.data(), moments_[current_].span().data(), options_.beta1,
+            complement(options_.beta1), options_.beta2, complement(options_.beta2),       options_.epsilon,
             options_.weight_decay != 0};
   }
 
@@ -248,8 +264,11 @@ class ScapeRule::State {
 
   ScapeRule rule_;
   AdamSOptions options_;
-  std::vector<Buffer<float, M>> moments_;  // of masks that take turns, by position
-  std::size_t step_ = 0;                   // that has begun, from 1
+  std::size_t last_payload_;               // largest of which first moments wait for the next step
+  std::vector<Buffer<float, M>> moments_;  // by position; the first holds the largest payload's
+  std::size_t step_ = 0, current_ = 0;     // the step that has begun, from 1, and its array
+  const float* returned_ = nullptr;        // the array of the step before
+  bool shares_ = false, is_settled_ = false;
 };
 
 }  // namespace scape::inline v0

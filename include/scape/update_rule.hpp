@@ -22,13 +22,14 @@ struct AnySelect {  // stands for what scores are handed to
 
 /// What AdamS asks of an update rule: scape_rule.hpp and clock_rule.hpp are the two there are; a third is a new file.
 /// The rule itself is a small value, the user's options. Its State<M> holds the arrays it needs besides the
-/// ResidualStore's, made in the constructor State(rule, options, size, payload capacity, memory, stream), and hands out
-/// functors, called by host threads and kernels alike:
+/// ResidualStore's, made in the constructor State(rule, options, size, largest payload, payload at the last density,
+/// memory, stream), and hands out functors, called by host threads and kernels alike:
 ///   advance()       (StepScalars&): what depends on the step, at its start; step and both scales are set already
 ///   begin(scalars, stream): enqueues what else a step starts with
 ///   accumulation()  members state, payload and optionally moment and returned, as ErrorFeedback has them
-///   settle(state, mask, stream): enqueues what brings the store up to date at the mask: before it is looked at between
-///                   steps, and before scores of a mask that follows
+///   settle(state, mask, stream): enqueues what brings the store up to date at the last mask, for who looks at it
+///                   between steps
+///   finish(state, mask, stream): enqueues what follows the update, ahead of scores
 ///   update(...)     members needs_every, every, second_moment, kept, shift, as ScapeRule::Update has them
 ///   score_before, score_after: call select once with the ScoreFunction of a mask for this step, before anything is
 ///                   accumulated, or for a later one; which of update and score_after is first, the rule says. If
@@ -47,7 +48,7 @@ concept UpdateRule = MemoryResource<M> && std::copyable<R> &&
   { R::residual(0.0f, true) } -> std::same_as<float>;          // of an element, from store and mask
   { rule.fingerprint() } -> std::same_as<std::uint64_t>;       // equal on all ranks, or they disagree
   { state.selects_after_update() } -> std::same_as<bool>;
-  { state.set_aside() } -> std::same_as<std::span<float>>;  // accumulation().moment goes here, by position
+  { state.set_aside(std::size_t{}) } -> std::same_as<std::span<float>>;  // accumulation().moment goes here, by position
   { state.state_bytes() } -> std::same_as<std::size_t>;
   { state.workspace_bytes() } -> std::same_as<std::size_t>;
   state.advance()(scalars);
