@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
@@ -194,11 +195,21 @@ class BitAppender {
   bool shared_ = true;
 };
 
+/// At least 33 bits, from `bit` on. Two words are read.
+inline std::uint64_t bits_from(const MaskWord* words, std::size_t bit) {
+  words += bit / word_bits;
+  std::uint64_t pair = 0;
+  if constexpr (std::endian::native == std::endian::little)
+    std::memcpy(&pair, words, sizeof pair);  // one load
+  else
+    pair = std::uint64_t{words[1]} << word_bits | words[0];
+  return pair >> (bit % word_bits);
+}
+
 /// The `count` bits from `bit` on. Where there are any, the word after them is read, too: the high part is there.
 inline std::size_t get_low(const MaskWord* words, std::size_t bit, std::size_t count) {
   if (count == 0) return 0;
-  const MaskWord* const word = words + bit / word_bits;
-  const std::uint64_t pair = (std::uint64_t{word[1]} << word_bits | word[0]) >> (bit % word_bits);
+  const std::uint64_t pair = bits_from(words, bit);
   if (count <= word_bits) return pair & ((std::uint64_t{1} << count) - 1);
   return static_cast<MaskWord>(pair) | get_low(words, bit + word_bits, count - word_bits) << word_bits;
 }
@@ -267,26 +278,49 @@ SCAPE_HOST_LOOP inline bool decode_run(const EliasFano& code, const HighRuns& ru
   const std::size_t own = std::max(first, runs.shared_words(end).first) - first;
   std::fill_n(words + first, own, MaskWord{0});
 
+  // The buckets that lie in these words, whatever the low bits are.
+  const std::size_t bucket_mask = (std::size_t{1} << bits) - 1;
+  const std::size_t first_bucket = (first * word_bits + bucket_mask) >> bits;
+  const std::size_t buckets_end = ((first + own) * word_bits) >> bits;
+
   std::size_t i = runs.ones_before(begin);
-  const auto position_of = [&](std::size_t one, std::size_t number) {
-    return (one - number) << bits | get_low(in, number * bits, bits);
-  };
-  std::size_t least = 0;  // that the next position may be
+  std::size_t last = ~std::size_t{0};  // the position before, at first -1
   // The run's first element has the high bits of the one before it only where their ones are neighbours.
   if (i != 0 && begin != 0 && high[begin - 1] >> (word_bits - 1) != 0)
-    least = position_of(begin * word_bits - 1, i - 1) + 1;
-  bool ascends = true;
-  for_each_bit(high, begin, end, [&](std::size_t one) {
-    const std::size_t position = position_of(one, i++), word = position / word_bits;
-    const MaskWord bit = MaskWord{1} << (position % word_bits);
-    ascends &= position >= least;
-    least = position + 1;
-    if (word - first < own)
-      words[word] |= bit;
-    else if (position < code.bits())
-      std::atomic_ref(words[word]).fetch_or(bit, std::memory_order_relaxed);
-  });
-  return ascends && least <= code.bits();
+    last = (begin * word_bits - i) << bits | get_low(in, (i - 1) * bits, bits);
+  std::size_t ascends = ~std::size_t{0};  // its highest bit, as long as each position is above the one before
+
+  constexpr std::size_t group = 4;
+  const bool grouped = bits != 0 && group * bits <= word_bits;
+  SetBits ones;
+  for (; begin < end; begin += SetBits::words) {
+    ones.find(high + begin, std::min(SetBits::words, end - begin));
+    const auto bucket = [&, before = begin * word_bits - i](std::size_t j) { return before + ones[j] - j; };
+    std::size_t j = 0;
+    const auto next = [&](std::size_t low) {
+      const std::size_t position = bucket(j++) << bits | low;
+      ascends &= last - position;
+      return last = position;
+    };
+    while (j < ones.size()) {
+      if (grouped && j + group <= ones.size() && bucket(j) >= first_bucket && bucket(j + group - 1) < buckets_end) {
+        std::uint64_t low = bits_from(in, (i + j) * bits);
+        for (std::size_t k = 0; k < group; ++k, low >>= bits) {
+          const std::size_t position = next(low & bucket_mask);
+          words[position / word_bits] |= MaskWord{1} << (position % word_bits);
+        }
+      } else {
+        const std::size_t position = next(get_low(in, (i + j) * bits, bits)), word = position / word_bits;
+        const MaskWord bit = MaskWord{1} << (position % word_bits);
+        if (word - first < own)
+          words[word] |= bit;
+        else if (position < code.bits())
+          std::atomic_ref(words[word]).fetch_or(bit, std::memory_order_relaxed);
+      }
+    }
+    i += ones.size();
+  }
+  return ascends >> (std::numeric_limits<std::size_t>::digits - 1) != 0 && last + 1 <= code.bits();
 }
 
 /// Whether the bits that pad `count` bits to whole words are zero.
