@@ -1,7 +1,9 @@
 #pragma once
 
+#include <scape/bit_packer.hpp>
 #include <scape/elias_fano.hpp>
 #include <scape/error.hpp>
+#include <scape/host/bytes.hpp>
 #include <scape/host/loop.hpp>
 #include <scape/host/set_bits.hpp>
 #include <scape/host/stream.hpp>
@@ -16,6 +18,7 @@
 #include <limits>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #if defined(__SSE2__)
@@ -54,7 +57,9 @@ inline MaskWord word_of(const std::uint8_t (&flags)[word_bits]) {
 /// Whole words: bit j of words[i] = predicate(first + 32 * i + j).
 template <class Predicate>
 SCAPE_HOST_LOOP void pack_words(const Predicate predicate, std::size_t first, MaskWord* words, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
+  std::size_t i = 0;
+  if constexpr (std::is_same_v<Predicate, NonZero>) i = pack_bytes(predicate.flags + first, words, count);
+  for (; i < count; ++i) {
     std::uint8_t flags[word_bits];
     for (std::size_t j = 0; j < word_bits; ++j) flags[j] = static_cast<bool>(predicate(first + i * word_bits + j));
     words[i] = word_of(flags);
@@ -77,7 +82,7 @@ SCAPE_HOST_LOOP inline void unpack_run(const MaskWord* words, std::size_t bit, s
   const std::size_t shift = bit % word_bits;
   words += bit / word_bits;
   const std::size_t whole = count / word_bits;
-  for (std::size_t i = 0; i < whole; ++i) {
+  for (std::size_t i = unpack_bytes(words, shift, flags, whole); i < whole; ++i) {
     const std::uint64_t next = shift == 0 ? 0 : words[i + 1];
     const MaskWord word = static_cast<MaskWord>((next << word_bits | words[i]) >> shift);
     for (std::size_t j = 0; j < word_bits; ++j) flags[i * word_bits + j] = (word >> j) & 1;
