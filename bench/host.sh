@@ -8,6 +8,7 @@
 #   SCAPE_BENCH_ITERATIONS   timed runs of a benchmark, the fastest of which counts (7)
 #   SCAPE_BENCH_CLOCK        cpu: CPU time over the number of threads, where others use the machine too (wall time)
 #   SCAPE_BENCH_HUGE_PAGES   1: all arrays in pages of 2 MiB (ordinary ones)
+#   SCAPE_BENCH_PIN          1: the threads keep to a CPU each, where the system wakes them late or in one place
 #   SCAPE_BENCH_BUILD        build folder, where the results stay as host.json (build/bench)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

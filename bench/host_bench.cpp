@@ -3,6 +3,7 @@
 #include <scape/host/huge_pages.hpp>
 #include <scape/host/mapped_file.hpp>
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -75,6 +76,30 @@ struct HostBackend {
   const char* const clock = std::getenv("SCAPE_BENCH_CLOCK");
   const bool counts_cpu = clock != nullptr && std::strcmp(clock, "cpu") == 0;
 
+  // SCAPE_BENCH_PIN=1: each thread of the main stream's loops keeps to a CPU of its own. Some schedulers leave a thread
+  // that wakes on the CPU that woke it, which is busy: for milliseconds, longer than a short benchmark.
+  const bool pinned = from_environment("SCAPE_BENCH_PIN", 0) != 0;
+
+  HostBackend() {
+    if (pinned) stream.enqueue([this] { pin(); });
+  }
+
+  void pin() {
+    cpu_set_t allowed;
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    std::vector<int> cpus;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &allowed)) cpus.push_back(cpu);
+    std::atomic<int> inside = 0;  // no thread may leave before every thread has its share
+    pool.run(static_cast<std::size_t>(pool.threads()), [&](std::size_t i) {
+      cpu_set_t own;
+      CPU_ZERO(&own);
+      CPU_SET(cpus[i % cpus.size()], &own);
+      sched_setaffinity(0, sizeof own, &own);
+      for (++inside; inside < pool.threads();) std::this_thread::yield();
+    });
+  }
+
   double now() const {
     timespec time;
     clock_gettime(counts_cpu ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &time);
@@ -89,7 +114,7 @@ struct HostBackend {
     for (std::string line; std::getline(file, line);)
       if (line.starts_with("model name")) model = line.substr(line.find(':') + 2);
     return model + ", " + std::to_string(pool.threads()) + " thread(s)" + (memory.is_huge ? ", huge pages" : "") +
-           (counts_cpu ? ", by CPU time" : "");
+           (pinned ? ", pinned" : "") + (counts_cpu ? ", by CPU time" : "");
   }
 
   template <class Work>
@@ -126,19 +151,22 @@ struct HostBackend {
 
 // What there is without scape.
 void add_peers(Bench<HostBackend>& bench) {
-  bench.add("read", -1, [&bench] {
-    HostBackend& backend = bench.backend;
-    const auto values = noise(bench, bench.elements);
-    std::atomic<std::uint32_t> sum = 0;
-    bench.time(4, [&] {
-      backend.stream.enqueue([&sum, &pool = backend.pool, all = values.span()] {
-        scape::detail::run_parts(pool, all.size(), 65536, [&](std::size_t begin, std::size_t end) {
-          sum += sum_of_bits(all.data() + begin, end - begin);
+  // Short: as many bytes as `pack/bytes` and `unpack` move, for what waking the threads takes.
+  for (const bool is_short : {false, true})
+    bench.add(is_short ? "read/short" : "read", -1, [=, &bench] {
+      HostBackend& backend = bench.backend;
+      const auto values = noise(bench, is_short ? bench.elements * 9 / 32 : bench.elements);
+      std::atomic<std::uint32_t> sum = 0;
+      const auto read = [&] {
+        backend.stream.enqueue([&sum, &pool = backend.pool, all = values.span()] {
+          scape::detail::run_parts(pool, all.size(), 65536, [&](std::size_t begin, std::size_t end) {
+            sum += sum_of_bits(all.data() + begin, end - begin);
+          });
         });
-      });
+      };
+      bench.time(4, values.size(), read, [] {});
+      benchmark::DoNotOptimize(sum.load());
     });
-    benchmark::DoNotOptimize(sum.load());
-  });
   bench.add("memcpy", -1, [&bench] {
     const auto from = noise(bench, bench.elements), to = filled<float>(bench, bench.elements);
     bench.time(8, [&] { std::memcpy(to.span().data(), from.span().data(), from.bytes()); });

@@ -167,10 +167,14 @@ TEST_CASE_TEMPLATE("bits are packed at any offset and unpacked again, and their 
           set_bit(expected, offset + i, sets(i));
         }
         const auto from_predicate = backend.array(before), from_bytes = backend.array(before);
-        const auto given = backend.array(bytes), unpacked = backend.array(std::vector<std::uint8_t>(n, 7));
+        // The bytes begin anywhere, too.
+        const std::size_t lead = offset % 7;
+        bytes.insert(bytes.begin(), lead, 1);
+        flags.insert(flags.begin(), lead, 7);
+        const auto given = backend.array(bytes), unpacked = backend.array(std::vector<std::uint8_t>(lead + n, 7));
         BitPacker::pack(sets, n, from_predicate.span(), offset, backend.stream);
-        BitPacker::pack(given.span(), from_bytes.span(), offset, backend.stream);
-        BitPacker::unpack(from_predicate.span(), offset, unpacked.span(), backend.stream);
+        BitPacker::pack(given.span().subspan(lead), from_bytes.span(), offset, backend.stream);
+        BitPacker::unpack(from_predicate.span(), offset, unpacked.span().subspan(lead), backend.stream);
         REQUIRE(backend.read(from_predicate) == expected);
         REQUIRE(backend.read(from_bytes) == expected);
         REQUIRE(backend.read(unpacked) == flags);
@@ -368,6 +372,32 @@ TEST_CASE_TEMPLATE("Elias-Fano: every density, and single bits", Backend, SCAPE_
   }
 }
 
+TEST_CASE_TEMPLATE("Elias-Fano: every width of the low parts, and nothing is written behind the code", Backend,
+                   SCAPE_BACKENDS) {
+  Backend backend;
+  const std::size_t bits = (1 << 17) + 5;
+  for (std::size_t width = 0; width <= 13; ++width)
+    for (std::size_t extra = 0; extra < 5; ++extra) {
+      const EliasFano code(bits, (bits >> width) - extra * (width == 0 ? 2048 : 1));
+      CAPTURE(width);
+      CAPTURE(code.kept());
+      REQUIRE(code.low_bits() == width);
+      // At random places, and as near to each other as there are, in the middle.
+      std::vector<std::size_t> neighbours(code.kept());
+      std::iota(neighbours.begin(), neighbours.end(), (bits - code.kept()) / 2);
+      for (const auto& positions : {random_positions(bits, code.kept(), 12), neighbours}) {
+        const Words mask = words_of(bits, positions);
+        Words expected = slow_code(code, positions);
+        expected.push_back(0xabcdef01);
+        const auto words = backend.array(mask), out = backend.array(Words(code.words() + 1, 0xabcdef01));
+        const auto scratch = workspace(backend, code.workspace_bytes());
+        BitPacker::encode(code, words.span(), out.span(), scratch.span(), backend.stream);
+        REQUIRE(backend.read(out) == expected);
+        REQUIRE(decode(backend, code, expected, backend.stream) == mask);
+      }
+    }
+}
+
 TEST_CASE_TEMPLATE("Elias-Fano: a mask that the code is not for is an error", Backend, SCAPE_BACKENDS) {
   Backend backend;
   const auto words = backend.array(words_of(1000, {5, 6, 999}));
@@ -457,6 +487,44 @@ TEST_CASE_TEMPLATE("Elias-Fano: a damaged code is an error, or the code of anoth
       Words damaged = valid;
       for (std::size_t j = 0; j < 4; ++j) set_bit(damaged, first * 4 + j, bit_of(valid, same_as * 4 + j));
       CHECK(check(code, damaged));
+    }
+  }
+  SUBCASE("positions past the end, behind which nothing is written") {
+    const EliasFano code(4096, 33);
+    REQUIRE(code.low_bits() == 6);
+    REQUIRE(code.high_words() == 4);
+    for (const std::size_t past : {1u, 4u, 5u, 33u}) {
+      CAPTURE(past);
+      Words coded(code.words());
+      for (std::size_t i = 0; i < 33; ++i) {
+        for (std::size_t j = 0; j < 6; ++j) set_bit(coded, i * 6 + j, (i >> j & 1) != 0);
+        set_bit(coded, code.low_words() * 32 + i + (i + past < 33 ? 0 : 128 - 33));
+      }
+      const auto stream = backend.new_stream();
+      const auto in = backend.array(coded), words = backend.array(Words(256, 5));
+      const auto scratch = workspace(backend, code.workspace_bytes());
+      BitPacker::decode(code, in.span(), words.span().first(128), scratch.span(), stream);
+      if constexpr (Backend::reports_failed_work)
+        CHECK_THROWS_AS(stream.synchronize(), scape::Error);
+      else
+        stream.synchronize();
+      const Words all = backend.read(words);
+      CHECK(std::count(all.begin() + 128, all.end(), 5u) == 128);
+    }
+  }
+  SUBCASE("two equal positions anywhere") {
+    const EliasFano code(4096, 256);
+    std::vector<std::size_t> positions(256);
+    std::iota(positions.begin(), positions.end(), std::size_t{800});
+    const Words valid = slow_code(code, positions);
+    REQUIRE(code.low_bits() == 4);
+    CHECK_FALSE(check(code, valid));
+    for (std::size_t i = 1; i < 256; ++i) {
+      CAPTURE(i);
+      if (i % 16 == 0) continue;  // the first of another bucket
+      Words damaged = valid;
+      for (std::size_t j = 0; j < 4; ++j) set_bit(damaged, i * 4 + j, bit_of(valid, (i - 1) * 4 + j));
+      REQUIRE(check(code, damaged));
     }
   }
 }

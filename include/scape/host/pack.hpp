@@ -1,7 +1,9 @@
 #pragma once
 
+#include <scape/bit_packer.hpp>
 #include <scape/elias_fano.hpp>
 #include <scape/error.hpp>
+#include <scape/host/bytes.hpp>
 #include <scape/host/loop.hpp>
 #include <scape/host/set_bits.hpp>
 #include <scape/host/stream.hpp>
@@ -13,8 +15,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #if defined(__SSE2__)
@@ -53,7 +57,9 @@ inline MaskWord word_of(const std::uint8_t (&flags)[word_bits]) {
 /// Whole words: bit j of words[i] = predicate(first + 32 * i + j).
 template <class Predicate>
 SCAPE_HOST_LOOP void pack_words(const Predicate predicate, std::size_t first, MaskWord* words, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
+  std::size_t i = 0;
+  if constexpr (std::is_same_v<Predicate, NonZero>) i = pack_bytes(predicate.flags + first, words, count);
+  for (; i < count; ++i) {
     std::uint8_t flags[word_bits];
     for (std::size_t j = 0; j < word_bits; ++j) flags[j] = static_cast<bool>(predicate(first + i * word_bits + j));
     words[i] = word_of(flags);
@@ -76,7 +82,7 @@ SCAPE_HOST_LOOP inline void unpack_run(const MaskWord* words, std::size_t bit, s
   const std::size_t shift = bit % word_bits;
   words += bit / word_bits;
   const std::size_t whole = count / word_bits;
-  for (std::size_t i = 0; i < whole; ++i) {
+  for (std::size_t i = unpack_bytes(words, shift, flags, whole); i < whole; ++i) {
     const std::uint64_t next = shift == 0 ? 0 : words[i + 1];
     const MaskWord word = static_cast<MaskWord>((next << word_bits | words[i]) >> shift);
     for (std::size_t j = 0; j < word_bits; ++j) flags[i * word_bits + j] = (word >> j) & 1;
@@ -95,13 +101,13 @@ SCAPE_HOST_LOOP inline std::size_t count_bits(const MaskWord* words, std::size_t
   return sum;
 }
 
-/// Calls visit(position) for the set bits of words [begin, end), ascending.
+/// Calls visit(bits, first) for SetBits of words [begin, end), ascending: the set bits are at first + each number.
 template <class F>
-void for_each_bit(const MaskWord* words, std::size_t begin, std::size_t end, F visit) {
+void for_each_batch(const MaskWord* words, std::size_t begin, std::size_t end, F visit) {
   SetBits bits;
   for (; begin < end; begin += SetBits::words) {
     bits.find(words + begin, std::min(SetBits::words, end - begin));
-    for (const std::size_t bit : bits) visit(begin * word_bits + bit);
+    visit(bits, begin * word_bits);
   }
 }
 
@@ -121,8 +127,8 @@ inline void clear_words(HostPool& pool, std::span<MaskWord> words) {
             [=](std::size_t begin, std::size_t end) { std::fill_n(words.data() + begin, end - begin, MaskWord{0}); });
 }
 
-/// Sets bits in words that were zero before the loop, a word at a time. Of what several threads set, each thread's part
-/// of an ascending sequence, only the first and the last word can be another thread's too; else any word.
+/// Sets bits in words that were zero before the loop, a pair of words at a time. Of what several threads set, each
+/// thread's part of an ascending sequence, only the first and the last pair can be another thread's too; else any pair.
 class BitSetter {
  public:
   explicit BitSetter(MaskWord* words, bool ascending) : words_(words), ascending_(ascending) {}
@@ -133,26 +139,36 @@ class BitSetter {
   }
 
   void set(std::size_t position) {
-    if (position / word_bits != word_) {
+    if (position / pair_bits != pair_) {
       flush();
-      word_ = position / word_bits;
+      pair_ = position / pair_bits;
       bits_ = 0;
     }
-    bits_ |= MaskWord{1} << (position % word_bits);
+    bits_ |= std::uint64_t{1} << (position % pair_bits);
   }
 
  private:
+  static constexpr std::size_t pair_bits = 2 * word_bits;
+
   void flush() {
     if (bits_ == 0) return;
-    const std::atomic_ref word(words_[word_]);
-    shared_ ? void(word.fetch_or(bits_, std::memory_order_relaxed)) : word.store(bits_, std::memory_order_relaxed);
+    MaskWord* const pair = words_ + 2 * pair_;
+    const MaskWord bits[] = {static_cast<MaskWord>(bits_), static_cast<MaskWord>(bits_ >> word_bits)};
+    if (!shared_) {
+      pair[0] = bits[0];
+      pair[1] = bits[1];
+    } else {
+      // Behind the last pair's bits no word may be.
+      if (bits[0] != 0) std::atomic_ref(pair[0]).fetch_or(bits[0], std::memory_order_relaxed);
+      if (bits[1] != 0) std::atomic_ref(pair[1]).fetch_or(bits[1], std::memory_order_relaxed);
+    }
     shared_ = !ascending_;
   }
 
   MaskWord* words_;
   bool ascending_, shared_ = true;
-  std::size_t word_ = 0;
-  MaskWord bits_ = 0;
+  std::size_t pair_ = 0;
+  std::uint64_t bits_ = 0;
 };
 
 /// Appends bits from `bit` on in words that were zero before the loop, of which the first and the last word may be
@@ -194,17 +210,29 @@ class BitAppender {
   bool shared_ = true;
 };
 
+/// At least 33 bits, from `bit` on. Two words are read.
+inline std::uint64_t bits_from(const MaskWord* words, std::size_t bit) {
+  words += bit / word_bits;
+  std::uint64_t pair = 0;
+  if constexpr (std::endian::native == std::endian::little)
+    std::memcpy(&pair, words, sizeof pair);  // one load
+  else
+    pair = std::uint64_t{words[1]} << word_bits | words[0];
+  return pair >> (bit % word_bits);
+}
+
 /// The `count` bits from `bit` on. Where there are any, the word after them is read, too: the high part is there.
 inline std::size_t get_low(const MaskWord* words, std::size_t bit, std::size_t count) {
   if (count == 0) return 0;
-  const MaskWord* const word = words + bit / word_bits;
-  const std::uint64_t pair = (std::uint64_t{word[1]} << word_bits | word[0]) >> (bit % word_bits);
+  const std::uint64_t pair = bits_from(words, bit);
   if (count <= word_bits) return pair & ((std::uint64_t{1} << count) - 1);
   return static_cast<MaskWord>(pair) | get_low(words, bit + word_bits, count - word_bits) << word_bits;
 }
 
 SCAPE_HOST_LOOP inline void list_part(const MaskWord* words, std::size_t begin, std::size_t end, std::size_t* indices) {
-  for_each_bit(words, begin, end, [&](std::size_t position) { *indices++ = position; });
+  for_each_batch(words, begin, end, [&](const SetBits& bits, std::size_t first) {
+    for (const std::size_t bit : bits) *indices++ = first + bit;
+  });
 }
 
 SCAPE_HOST_LOOP inline bool mark_part(const std::size_t* indices, std::size_t count, std::span<MaskWord> words) {
@@ -216,15 +244,26 @@ SCAPE_HOST_LOOP inline bool mark_part(const std::size_t* indices, std::size_t co
   return true;
 }
 
+/// Elements whose low parts are coded at once, where they fit into a word.
+inline constexpr std::size_t low_group = 4;
+
 /// Codes the set bits of words [begin, end), the first of which is the mask's i-th.
 SCAPE_HOST_LOOP inline void encode_part(const EliasFano& code, const MaskWord* words, std::size_t begin,
                                         std::size_t end, std::size_t i, MaskWord* out) {
   const std::size_t bits = code.low_bits(), low_mask = (std::size_t{1} << bits) - 1;
+  const bool grouped = low_group * bits <= word_bits;
   BitAppender low(out, i * bits);
   BitSetter high(out + code.low_words(), true);
-  for_each_bit(words, begin, end, [&](std::size_t position) {
-    low.append(position & low_mask, bits);
-    high.set((position >> bits) + i++);
+  for_each_batch(words, begin, end, [&](const SetBits& kept, std::size_t first) {
+    std::size_t j = 0;
+    const auto append = [&](std::size_t count) {
+      std::uint64_t parts = 0;
+      for (std::size_t k = count; k-- > 0;) parts = parts << bits | ((first + kept[j + k]) & low_mask);
+      low.append(parts, count * bits);
+      for (std::size_t k = 0; k < count; ++k) high.set(((first + kept[j++]) >> bits) + i++);
+    };
+    while (grouped && j + low_group <= kept.size()) append(low_group);
+    while (j < kept.size()) append(1);
   });
 }
 
@@ -267,26 +306,47 @@ SCAPE_HOST_LOOP inline bool decode_run(const EliasFano& code, const HighRuns& ru
   const std::size_t own = std::max(first, runs.shared_words(end).first) - first;
   std::fill_n(words + first, own, MaskWord{0});
 
+  // The buckets that lie in these words, whatever the low bits are.
+  const std::size_t low_mask = (std::size_t{1} << bits) - 1;
+  const std::size_t first_bucket = (first * word_bits + low_mask) >> bits;
+  const std::size_t buckets_end = ((first + own) * word_bits) >> bits;
+
   std::size_t i = runs.ones_before(begin);
-  const auto position_of = [&](std::size_t one, std::size_t number) {
-    return (one - number) << bits | get_low(in, number * bits, bits);
-  };
-  std::size_t least = 0;  // that the next position may be
+  std::size_t last = ~std::size_t{0};  // the position before, at first -1
   // The run's first element has the high bits of the one before it only where their ones are neighbours.
   if (i != 0 && begin != 0 && high[begin - 1] >> (word_bits - 1) != 0)
-    least = position_of(begin * word_bits - 1, i - 1) + 1;
-  bool ascends = true;
-  for_each_bit(high, begin, end, [&](std::size_t one) {
-    const std::size_t position = position_of(one, i++), word = position / word_bits;
-    const MaskWord bit = MaskWord{1} << (position % word_bits);
-    ascends &= position >= least;
-    least = position + 1;
-    if (word - first < own)
-      words[word] |= bit;
-    else if (position < code.bits())
-      std::atomic_ref(words[word]).fetch_or(bit, std::memory_order_relaxed);
+    last = (begin * word_bits - i) << bits | get_low(in, (i - 1) * bits, bits);
+  std::size_t ascends = ~std::size_t{0};  // its highest bit, as long as each position is above the one before
+
+  const bool grouped = bits != 0 && low_group * bits <= word_bits;
+  for_each_batch(high, begin, end, [&](const SetBits& ones, std::size_t first_one) {
+    const auto bucket = [&, before = first_one - i](std::size_t j) { return before + ones[j] - j; };
+    std::size_t j = 0;
+    const auto next = [&](std::size_t low) {
+      const std::size_t position = bucket(j++) << bits | low;
+      ascends &= last - position;
+      return last = position;
+    };
+    while (j < ones.size()) {
+      if (grouped && j + low_group <= ones.size() && bucket(j) >= first_bucket &&
+          bucket(j + low_group - 1) < buckets_end) {
+        std::uint64_t low = bits_from(in, (i + j) * bits);
+        for (std::size_t k = 0; k < low_group; ++k, low >>= bits) {
+          const std::size_t position = next(low & low_mask);
+          words[position / word_bits] |= MaskWord{1} << (position % word_bits);
+        }
+      } else {
+        const std::size_t position = next(get_low(in, (i + j) * bits, bits)), word = position / word_bits;
+        const MaskWord bit = MaskWord{1} << (position % word_bits);
+        if (word - first < own)
+          words[word] |= bit;
+        else if (position < code.bits())
+          std::atomic_ref(words[word]).fetch_or(bit, std::memory_order_relaxed);
+      }
+    }
+    i += ones.size();
   });
-  return ascends && least <= code.bits();
+  return ascends >> (std::numeric_limits<std::size_t>::digits - 1) != 0 && last + 1 <= code.bits();
 }
 
 /// Whether the bits that pad `count` bits to whole words are zero.
