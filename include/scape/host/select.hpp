@@ -2,6 +2,7 @@
 
 #include <scape/arithmetic.hpp>
 #include <scape/host/loop.hpp>
+#include <scape/host/mark_range.hpp>
 #include <scape/host/set_bits.hpp>
 #include <scape/host/stream.hpp>
 #include <scape/mask_plan.hpp>
@@ -20,37 +21,14 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace scape::inline v0 {
 namespace detail {
 
-inline constexpr std::uint32_t key_end = 0x80000000;          // above all keys
-inline constexpr std::uint32_t infinite_key = 0x7f800000;     // only NaN's is larger
 inline constexpr std::size_t select_block = 1024;             // elements whose keys are compared at once
 inline constexpr std::size_t select_chunk = 16 * tile_bits;   // elements that a thread takes at once
 inline constexpr std::size_t small_segment = 32 * tile_bits;  // most elements that one thread selects from alone
 inline constexpr std::size_t small_room = 8192;               // for the candidates of such a segment
 inline constexpr std::size_t sample_run = 8;                  // elements side by side that a sample takes
-
-/// Keys [low, high).
-struct KeyRange {
-  std::uint32_t low, high;
-  std::uint32_t width() const noexcept { return high - low; }
-  bool operator==(const KeyRange&) const = default;
-};
-
-/// How many keys are above a range, and how many are in it or above.
-struct KeyCounts {
-  std::size_t above = 0, reached = 0;
-  std::size_t inside() const noexcept { return reached - above; }
-  void operator+=(const KeyCounts& other) noexcept {
-    above += other.above;
-    reached += other.reached;
-  }
-};
 
 /// What is remembered of a segment: where the next threshold should be, less than `reach` away, and by how much
 /// thresholds grow from call to call. Zeros: nothing. A guess, whatever it holds.
@@ -117,59 +95,6 @@ template <class Score>
 SCAPE_HOST_LOOP void compute_chosen_scores(Score score, std::size_t element, std::size_t bit, const SetBits& chosen,
                                            float* scores) {
   for (const std::size_t i : chosen) scores[i] = score(element + i, bit + i);
-}
-
-#if defined(__x86_64__)
-[[gnu::target("avx512f,avx512bw,popcnt")]] inline KeyCounts mark_range_avx512(const float* scores, std::size_t count,
-                                                                              KeyRange range, MaskWord* above,
-                                                                              MaskWord* reached) {
-  const __m512i sign_out = _mm512_set1_epi32(0x7fffffff);
-  const __m512i low = _mm512_set1_epi32(static_cast<int>(range.low));
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(range.high));
-  KeyCounts counts;
-  for (std::size_t i = 0; i < count; i += word_bits) {
-    const __m512i first = _mm512_and_si512(sign_out, _mm512_loadu_si512(scores + i));
-    const __m512i second = _mm512_and_si512(sign_out, _mm512_loadu_si512(scores + i + 16));
-    const MaskWord larger =
-        _mm512_kunpackw(_mm512_cmpge_epu32_mask(second, high), _mm512_cmpge_epu32_mask(first, high));
-    const MaskWord inside = _mm512_kunpackw(_mm512_cmpge_epu32_mask(second, low), _mm512_cmpge_epu32_mask(first, low));
-    *above++ = larger;
-    *reached++ = inside;
-    counts.above += static_cast<std::size_t>(std::popcount(larger));
-    counts.reached += static_cast<std::size_t>(std::popcount(inside));
-  }
-  return counts;
-}
-#endif
-
-SCAPE_HOST_LOOP inline KeyCounts mark_range_plain(const float* scores, std::size_t count, KeyRange range,
-                                                  MaskWord* above, MaskWord* reached) {
-  KeyCounts counts;
-  for (std::size_t i = 0; i < count; i += word_bits) {
-    MaskWord larger = 0, inside = 0;
-    for (std::size_t j = 0; j < word_bits; ++j) {
-      const std::uint32_t bits = bits_of(scores[i + j]) & 0x7fffffff;
-      larger |= static_cast<MaskWord>(bits >= range.high) << j;
-      inside |= static_cast<MaskWord>(bits >= range.low) << j;
-    }
-    *above++ = larger;
-    *reached++ = inside;
-    counts.above += static_cast<std::size_t>(std::popcount(larger));
-    counts.reached += static_cast<std::size_t>(std::popcount(inside));
-  }
-  return counts;
-}
-
-/// Of as many scores as fill words: one bit each for a key above the range, and for one inside it or above. Compares
-/// the scores' bits, of which those of all NaNs stand for the one largest key.
-inline KeyCounts mark_range(const float* scores, std::size_t count, KeyRange range, MaskWord* above,
-                            MaskWord* reached) {
-  const auto bits_from = [](std::uint32_t key) { return key == key_end ? key : std::min(key, infinite_key + 1); };
-  range = {bits_from(range.low), bits_from(range.high)};
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512bw")) return mark_range_avx512(scores, count, range, above, reached);
-#endif
-  return mark_range_plain(scores, count, range, above, reached);
 }
 
 /// The scores of at most select_block elements side by side: where they are, if that is an array, or computed.

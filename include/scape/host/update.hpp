@@ -1,6 +1,7 @@
 #pragma once
 
 #include <scape/arithmetic.hpp>
+#include <scape/host/join.hpp>
 #include <scape/host/loop.hpp>
 #include <scape/host/set_bits.hpp>
 #include <scape/host/square_roots.hpp>
@@ -15,10 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace scape::inline v0 {
 
@@ -63,20 +60,6 @@ struct TileState {
 
   const float* load(std::size_t first, std::size_t, MaskWord) { return values + first; }
 };
-#if defined(__x86_64__)
-[[gnu::target("avx512f,bmi2,popcnt")]] inline void join_returned_avx512(const float* values, MaskWord was,
-                                                                        const float* returned, float* joined) {
-  const auto expand = [&](std::size_t begin) __attribute__((target("avx512f,bmi2,popcnt"))) {
-    const unsigned bits = was >> begin & 0xffff, count = static_cast<unsigned>(std::popcount(bits));
-    const __m512 kept = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), returned);
-    _mm512_storeu_ps(joined + begin,
-                     _mm512_mask_expand_ps(_mm512_loadu_ps(values + begin), static_cast<__mmask16>(bits), kept));
-    returned += count;
-  };
-  expand(0);
-  expand(16);
-}
-#endif
 // The same where what stands for the states of kept elements is next to each other elsewhere.
 struct TileStateAndReturned {
   const float *values, *returned;
@@ -87,14 +70,7 @@ struct TileStateAndReturned {
     const float* const here = returned;
     returned += std::popcount(was);
     if (was == ~MaskWord{0}) return here;
-#if defined(__x86_64__)
-    if (count == word_bits && __builtin_cpu_supports("avx512f")) {
-      join_returned_avx512(values + first, was, here, joined);
-      return joined;
-    }
-#endif
-    std::copy_n(values + first, count, joined);
-    for (const float* next = here; was != 0; was &= was - 1) joined[std::countr_zero(was)] = *next++;
+    join(values + first, count, was, here, joined);
     return joined;
   }
 };
