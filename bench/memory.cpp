@@ -130,6 +130,7 @@ Row computed(const std::string& name, double n, double w, double d, bool clock, 
   row.state = n * (masks + 40.0 / 4096 + 2 * 8.0 / 4096);
   (outside ? row.outside : row.state) += 4 * n;
   if (clock) row.state += 6 * n / (sharded ? w : 1);
+  if (!clock && d < 1) row.state += 4 * kept;
   if (sharded) row.state += 4 * n / w;
   if (payload < 4) row.state += 4 * kept;
   double scratch = kept * 4 + n * 8 / 4096 + (clock ? 0 : 4 * kept);  // payload, norms, moments set aside
