@@ -13,6 +13,7 @@
 #include <limits>
 #include <random>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -403,6 +404,32 @@ TEST_CASE("cuda: captured steps in buckets, replayed, are steps made one by one,
       options.payload = scape::PayloadFormat::e5m2;
       check(ScapeRule{.score = MaskScore::updated}, options);
     }
+}
+
+// Where first moments wait for the next step, the step that finds none yet is no pattern for others.
+TEST_CASE("cuda: the first step behind a density warm-up is not captured") {
+  run<NcclRank>(1, [](NcclRank& rank) {
+    const OwnLayout layout(scape::FlatLayout(5000, 1));
+    const auto gradient = rank.backend.array(Floats(layout.size(), 1));
+    for (const std::size_t before : {2u, 3u, 4u}) {
+      Session session(rank, layout, {.density = 0.1, .density_warmup = 3}, ScapeRule{}, Floats(layout.size(), 1));
+      const auto step = [&] { session.optimizer.step(gradient.span(), session.parameters(), rank.compute); };
+      for (std::size_t i = 0; i < before; ++i) step();
+      session.optimizer.await_masks(rank.compute);
+      rank.compute.synchronize();
+      std::string message;
+      const Graph graph(rank.compute, [&] {
+        try {
+          step();
+          session.optimizer.await_masks(rank.compute);
+        } catch (const std::invalid_argument& error) {
+          message = error.what();
+          session.optimizer.await_masks(rank.compute);
+        }
+      });
+      CHECK((message.find("first behind the density warm-up") != std::string::npos) == (before == 3));
+    }
+  });
 }
 
 TEST_CASE("cuda: a thousand steps leave memory as it was") {

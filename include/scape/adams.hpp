@@ -239,9 +239,9 @@ class AdamS {
   }
 
   /// Makes compute wait for the masks under way: before steps are captured into a CUDA graph, and as the last thing
-  /// that is captured. Capture max(delay, 1) + 1 steps after the density warm-up, with refresh = 1: as many masks take
-  /// turns, and another number of steps would use the wrong ones. steps() and the communicator's bytes count captures,
-  /// not replays. End the capture before the optimizer is destroyed.
+  /// that is captured. Capture max(delay, 1) + 1 steps, behind the density warm-up and one step more, with refresh = 1:
+  /// as many masks take turns, and another number of steps would use the wrong ones. steps() and the communicator's
+  /// bytes count captures, not replays. End the capture before the optimizer is destroyed.
   void await_masks(const S& compute) {
     masks_.await(compute);
     if (!compares()) return;

@@ -2,6 +2,7 @@
 
 #include <scape/adams_options.hpp>
 #include <scape/arithmetic.hpp>
+#include <scape/error.hpp>
 #include <scape/fingerprint.hpp>
 #include <scape/mask_plan.hpp>
 #include <scape/memory.hpp>
@@ -226,6 +227,9 @@ class ScapeRule::State {
   /// Work after the update: the same, where the next step would not find them, or a score is to.
   template <Stream S>
   void finish(std::span<float> state, MaskView mask, const S& stream) {
+    if constexpr (requires { stream.is_capturing(); })  // replays would find nothing where this one need not look
+      expects(returned_ != nullptr || shares_ || selects_after_update() || !stream.is_capturing(), "step", step_ - 1,
+              "is the first behind the density warm-up, which cannot be captured: make it before");
     is_settled_ = shares_ || selects_after_update();
     if (is_settled_) settle(state, mask, stream);
   }

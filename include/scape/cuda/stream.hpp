@@ -96,6 +96,13 @@ class CudaStream {
   }
   void synchronize() const { check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
 
+  /// Whether work is captured into a graph at present, not run.
+  bool is_capturing() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream_, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
   friend bool operator==(const CudaStream&, const CudaStream&) = default;
 
  private:
