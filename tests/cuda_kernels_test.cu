@@ -536,6 +536,7 @@ std::vector<Floats> far_results(B& backend, const MaskPlan& plan, Words& mask_wo
   const auto gradient = backend.array(normal(size, 7)), state = backend.array(normal(size, 8));
   const auto parameters = backend.array(normal(size, 9));
   const auto payload = backend.array(Floats(kept)), moments = backend.array(Floats(kept));
+  const auto returned = backend.array(normal(kept, 10));
   StepScalars scalars;
   scalars.learning_rate = 0.1f;
   scalars.decay = 0.9f;
@@ -543,9 +544,10 @@ std::vector<Floats> far_results(B& backend, const MaskPlan& plan, Words& mask_wo
   const std::span<float> whole = from(state.span(), far, plan.size());
   accumulate_gradient(std::span<const float>(from(gradient.span(), far, plan.size())), whole, view, {}, view,
                       from(payload.span(), stride, stride + kept), from(moments.span(), stride, stride + kept),
-                      scape::ScapeRule::Accumulation{9.0f}, *now.span().data(), backend.stream);
+                      scape::ScapeRule::Accumulation{9.0f, beginning(returned.span(), stride)}, *now.span().data(),
+                      backend.stream);
   update(view,
-         scape::ScapeRule::Update{beginning(parameters.span(), far), whole.data(), beginning(payload.span(), stride),
+         scape::ScapeRule::Update{beginning(parameters.span(), far), beginning(payload.span(), stride),
                                   beginning(moments.span(), stride), 0.9f, 0.1f, 0.95f, 0.05f, 1e-8f, true},
          *now.span().data(), backend.stream);
   return {backend.read(state), backend.read(payload), backend.read(moments), backend.read(parameters)};
