@@ -51,14 +51,6 @@ bool near(double value, double expected) {
   return std::abs(value - expected) <= 1e-5 * std::max(std::abs(expected), 0.1);
 }
 
-template <class Rank, class T>
-std::vector<T> read(Rank& rank, std::span<const T> from) {
-  std::vector<T> values(from.size());
-  scape::copy_values(from, std::span<T>(values), rank.compute);
-  rank.compute.synchronize();
-  return values;
-}
-
 template <class Rank, class Rule>
 void check_rank(const Json& golden, Rank& rank, const Rule& rule, std::vector<std::string>& faults) {
   const Layout layout = layout_of(golden);
