@@ -1,6 +1,6 @@
 // The values that must come out (tests/golden.json, computed in float64 by an independent program).
 
-#include "ranks.hpp"
+#include "reference.hpp"
 
 #include <scape/scape.hpp>
 
