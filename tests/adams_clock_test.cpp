@@ -19,10 +19,6 @@ namespace {
 using scape::AdamSOptions;
 using scape::ClockRule;
 
-scape::TensorLayout some_tensors(int ranks) {
-  return {{{100}, {7, true, false}, {333}, {0}, {64}, {1}, {5000}, {31, true}, {32}, {33}, {450}}, ranks};
-}
-
 // When masks are made: what must not matter to what a rule conserves.
 constexpr struct {
   double density;
@@ -339,7 +335,7 @@ struct Alone {
   ClockRule::Update update() { return rule.update(parameters, payload); }
 };
 
-std::uint32_t random_bits(std::mt19937& generator) { return static_cast<std::uint32_t>(generator()); }
+std::uint32_t drawn_bits(std::mt19937& generator) { return static_cast<std::uint32_t>(generator()); }
 
 }  // namespace
 
@@ -353,17 +349,17 @@ TEST_CASE("clock: no score is above its bound, whatever the numbers") {
       Alone alone(size, {.beta1 = beta1, .beta2 = beta2});
       std::mt19937 generator(3);
       std::normal_distribution<float> normal;
-      const auto number = [&] { return any ? std::bit_cast<float>(random_bits(generator)) : normal(generator); };
+      const auto number = [&] { return any ? std::bit_cast<float>(drawn_bits(generator)) : normal(generator); };
       const auto update = alone.update();
       std::vector<scape::MaskWord> sent(size / 32);
-      for (scape::MaskWord& word : sent) word = random_bits(generator);
+      for (scape::MaskWord& word : sent) word = drawn_bits(generator);
       alone.now.step = 70000;
       std::size_t close = 0, faults = 0;
       for (std::size_t i = 0; i < size; ++i) {
         alone.residual[i] = number();
         alone.gradient[i] = i % 3 == 0 ? 0 : number();
         update.moments[i] = i % 5 == 0 ? 0 : number();
-        update.clocks.last[i] = static_cast<std::uint16_t>(69999 - random_bits(generator) % (i % 2 == 0 ? 30 : 65000));
+        update.clocks.last[i] = static_cast<std::uint16_t>(69999 - drawn_bits(generator) % (i % 2 == 0 ? 30 : 65000));
       }
       const auto check = [&](auto score) {
         for (std::size_t i = 0; i < size; ++i) {

@@ -28,7 +28,7 @@ using scape::ScapeRule;
 
 // Calls body(rule) with either rule; rule scape without bias correction, so that its arithmetic can be exact.
 template <class F>
-void for_rules(F body) {
+void for_uncorrected_rules(F body) {
   const auto none = scape::BiasCorrection::none;
   {
     INFO("rule scape");
@@ -85,7 +85,7 @@ const OwnLayout layout({{0, 100, 0}, {100, 33, 1, true}, {133, 4097, 1}, {4230, 
 }  // namespace
 
 TEST_CASE_TEMPLATE("gradients: bfloat16 is worked on as the same values in float", Rank, SCAPE_RANKS) {
-  for_rules([](const auto& rule) {
+  for_uncorrected_rules([](const auto& rule) {
     for (const AdamSOptions& options : {AdamSOptions{.clip_norm = 2, .density = 0.1}, {.density = 0.1, .delay = 0}}) {
       Problem problem = random_problem(layout, options, 5);
       for (auto& of_ranks : problem.gradients)
@@ -103,7 +103,7 @@ TEST_CASE_TEMPLATE("gradients: bfloat16 is worked on as the same values in float
 }
 
 TEST_CASE_TEMPLATE("gradients: a scale is applied as they are read, before clipping", Rank, SCAPE_RANKS) {
-  for_rules([](const auto& rule) {
+  for_uncorrected_rules([](const auto& rule) {
     for (const float clip : {0.0f, 2.0f})
       for (const int delay : {0, 1}) {
         const Problem problem = random_problem(layout, {.clip_norm = clip, .density = 0.1, .delay = delay}, 5);
@@ -123,7 +123,7 @@ TEST_CASE_TEMPLATE("gradients: a scale is applied as they are read, before clipp
 
 TEST_CASE_TEMPLATE("gradients: micro-batches are one step on their sum, to the bit where sums are exact", Rank,
                    SCAPE_RANKS) {
-  for_rules([](const auto& rule) {
+  for_uncorrected_rules([](const auto& rule) {
     for (AdamSOptions options : some_options()) {
       options.beta1 = 0.5f;
       options.adds = true;
@@ -154,7 +154,7 @@ TEST_CASE_TEMPLATE("gradients: micro-batches are one step on their sum, to the b
 }
 
 TEST_CASE_TEMPLATE("gradients: micro-batches of bfloat16, scaled", Rank, SCAPE_RANKS) {
-  for_rules([](const auto& rule) {
+  for_uncorrected_rules([](const auto& rule) {
     Problem problem = random_problem(layout, {.beta1 = 0.5f, .gradient_scale = 0.25f, .density = 0.1, .adds = true}, 5);
     make_exact(problem);
     const History history = train_with<Rank>(problem, rule, [&](auto& session, auto& rank, std::size_t i) {
@@ -172,7 +172,7 @@ TEST_CASE_TEMPLATE("gradients: micro-batches of bfloat16, scaled", Rank, SCAPE_R
 TEST_CASE_TEMPLATE("gradients: a step that overflows on one rank changes nothing anywhere", Rank, SCAPE_RANKS) {
   constexpr float infinity = std::numeric_limits<float>::infinity();
   constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
-  for_rules([&](const auto& rule) {
+  for_uncorrected_rules([&](const auto& rule) {
     for (const AdamSOptions& options : some_options())
       for (const int odd : {0, 1}) {
         const Problem problem = random_problem(layout, options, 6);

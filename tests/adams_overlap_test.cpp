@@ -27,29 +27,6 @@ using scape::AdamSOptions;
 using scape::ClockRule;
 using scape::ScapeRule;
 
-// The simulator of devices takes its time.
-#if defined(__CUDACC__)
-constexpr bool few = true;
-#else
-constexpr bool few = false;
-#endif
-
-template <class F>
-void for_rules(F body) {
-  {
-    INFO("rule scape");
-    body(ScapeRule{});
-  }
-  {
-    INFO("rule scape, scored after the update");
-    body(ScapeRule{.score = scape::MaskScore::updated});
-  }
-  {
-    INFO("rule clock");
-    body(ClockRule{});
-  }
-}
-
 // Segments of every size in buckets that are neither in order nor whole runs; bucket 3 holds no element, and the last
 // rank may own nothing.
 OwnLayout in_buckets(int ranks, bool idle = false) {

@@ -34,13 +34,6 @@ using scape::Replicated;
 using scape::ScapeRule;
 using scape::Sharded;
 
-// The simulator of devices takes its time.
-#if defined(__CUDACC__)
-constexpr bool few = true;
-#else
-constexpr bool few = false;
-#endif
-
 constexpr PayloadFormat low_formats[] = {PayloadFormat::bfloat16, PayloadFormat::e5m2, PayloadFormat::e4m3};
 constexpr std::size_t nothing = std::numeric_limits<std::size_t>::max();
 
@@ -218,21 +211,6 @@ class SlowSteps {
   Mask before_, next_;
   std::vector<double> given_, applied_, bound_;  // by element, over all steps and ranks
 };
-
-template <class P>
-std::vector<P> rounded(const Floats& values) {
-  std::vector<P> result;
-  for (const float value : values) result.push_back(P(value));
-  return result;
-}
-
-template <class Rank, class T>
-std::vector<T> read(Rank& rank, std::span<const T> values) {
-  std::vector<T> result(values.size());
-  scape::copy_values(values, std::span<T>(result), rank.compute);
-  rank.compute.synchronize();
-  return result;
-}
 
 // Trains, every step beside a slow one.
 template <class Rank, class H, class Rule>

@@ -60,10 +60,6 @@ class DenseAdamS {
   double power1_ = 1, power2_ = 1;
 };
 
-scape::TensorLayout some_tensors(int ranks) {
-  return {{{100}, {7, true, false}, {333}, {0}, {64}, {1}, {5000}, {31, true}, {32}, {33}, {450}}, ranks};
-}
-
 // The factors by which bias correction changes the first and the square root of the second moment in step t, from 0.
 double bias_factor(BiasCorrection correction, std::size_t t, double beta1, double beta2) {
   const double c1 = 1 - std::pow(beta1, t + 1), c2 = 1 - std::pow(beta2, t + 1);

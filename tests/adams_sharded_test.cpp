@@ -49,9 +49,9 @@ void for_rules_and_types(F body) {
 
 // The simulator of devices takes its time, and so do processes of which each trains all ranks.
 #if defined(__CUDACC__) || defined(SCAPE_TESTS_OVER_MPI)
-constexpr bool few = true;
+constexpr bool quick = true;
 #else
-constexpr bool few = false;
+constexpr bool quick = false;
 #endif
 
 // Segments of every size, some empty, dense or without decay, by owners in turn; the last rank may own nothing.
@@ -106,13 +106,6 @@ struct ShardedSession {
   Optimizer optimizer;
 };
 
-template <class P>
-std::vector<P> rounded(const Floats& values) {
-  std::vector<P> result;
-  for (const float value : values) result.push_back(P(value));
-  return result;
-}
-
 }  // namespace
 
 TEST_CASE_TEMPLATE("sharded: masters are the replicated run's parameters, to the bit, and replicas their rounding",
@@ -126,10 +119,10 @@ TEST_CASE_TEMPLATE("sharded: masters are the replicated run's parameters, to the
     for (const int ranks : {1, 2, 5})
       for (const bool idle : {false, true})
         for (const AdamSOptions& options : all) {
-          if (few && (ranks == 1 || idle == (ranks == 2))) continue;
+          if (quick && (ranks == 1 || idle == (ranks == 2))) continue;
           CAPTURE(ranks);
           CAPTURE(options.density);
-          const Problem problem = random_problem(mixed(ranks, idle), options, few ? 4 : 6);
+          const Problem problem = random_problem(mixed(ranks, idle), options, quick ? 4 : 6);
           const History expected = train<Rank>(problem, rule);
           Rank::run(ranks, [&](Rank& rank) {
             const std::size_t me = static_cast<std::size_t>(rank.rank());

@@ -29,10 +29,17 @@
 
 #if !defined(__CUDACC__)
 
-// Counts what all threads of this program take from operator new, in every form.
+// Counts what all threads of this program take from operator new, in every form. Not in sanitizers' place, which see
+// there what is deleted in another form than it was made in.
 namespace {
 
 std::atomic<std::size_t> allocations = 0;
+
+}  // namespace
+
+#if !defined(SCAPE_SANITIZED)
+
+namespace {
 
 void* counted(std::size_t size, std::size_t alignment) {
   ++allocations;
@@ -60,6 +67,7 @@ void* counted(std::size_t size, std::size_t alignment) {
 [[gnu::noinline]] void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
 
 #endif
+#endif
 
 namespace {
 
@@ -71,22 +79,6 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
 // Calls body(rule) with either rule.
-template <class F>
-void for_rules(F body) {
-  {
-    INFO("rule scape");
-    body(ScapeRule{});
-  }
-  {
-    INFO("rule scape, scored after the update");
-    body(ScapeRule{.score = scape::MaskScore::updated});
-  }
-  {
-    INFO("rule clock");
-    body(ClockRule{});
-  }
-}
-
 // Segments of any size, some empty, some dense, some without decay, with any owners.
 OwnLayout random_layout(std::mt19937& random, int ranks) {
   const std::size_t sizes[] = {0, 1, 2, 31, 32, 33, 63, 64, 65, 100, 1000, 4095, 4097};

@@ -58,7 +58,7 @@ AdamSOptions any_options(std::mt19937& random) {
 }
 
 template <class F>
-void for_rules(F body) {
+void for_all_rules(F body) {
   for (const BiasCorrection correction : {BiasCorrection::adam, BiasCorrection::none, BiasCorrection::adams})
     for (const MaskScore score : {MaskScore::corrected, MaskScore::updated}) {
       CAPTURE(static_cast<int>(correction));
@@ -102,7 +102,7 @@ std::string difference(const History& found, const History& expected) {
 TEST_CASE("cuda: AdamS over NCCL is AdamS over threads, bit for bit") {
   const int most = in_rank_order() ? 4 : 2;
   unsigned seed = 0;
-  for_rules([&](const auto& rule) {
+  for_all_rules([&](const auto& rule) {
     for (int round = 0; round < 8; ++round, ++seed) {
       CAPTURE(seed);
       std::mt19937 random(seed);

@@ -1,6 +1,6 @@
 // The values that must come out (tests/golden.json, computed in float64 by an independent program).
 
-#include "ranks.hpp"
+#include "reference.hpp"
 
 #include <scape/scape.hpp>
 
@@ -47,16 +47,8 @@ scape::AdamSOptions options_of(const Json& golden) {
 }
 
 // Relative to what was added up: sums of numbers near 1 may cancel.
-bool near(double value, double expected) {
+bool near_golden(double value, double expected) {
   return std::abs(value - expected) <= 1e-5 * std::max(std::abs(expected), 0.1);
-}
-
-template <class Rank, class T>
-std::vector<T> read(Rank& rank, std::span<const T> from) {
-  std::vector<T> values(from.size());
-  scape::copy_values(from, std::span<T>(values), rank.compute);
-  rank.compute.synchronize();
-  return values;
 }
 
 template <class Rank, class Rule>
@@ -75,7 +67,8 @@ void check_rank(const Json& golden, Rank& rank, const Rule& rule, std::vector<st
         faults.push_back(golden["name"].get<std::string>() + ", step " + std::to_string(step) + ", rank " +
                          std::to_string(me) + ": " + what + " of element " + std::to_string(i));
     };
-    if (expected.contains("gradient_norm")) expect(near(report.gradient_norm, expected["gradient_norm"]), "norm", 0);
+    if (expected.contains("gradient_norm"))
+      expect(near_golden(report.gradient_norm, expected["gradient_norm"]), "norm", 0);
     const std::vector<float> parameters = rank.backend.read(device_parameters), store = read(rank, optimizer.store());
     const std::vector<scape::MaskWord> mask = read(rank, optimizer.mask().words);
     std::vector<float> moments;
@@ -89,14 +82,14 @@ void check_rank(const Json& golden, Rank& rank, const Rule& rule, std::vector<st
         const std::size_t bit = tile.bit + (i - tile.element);
         const bool kept = mask[bit / 32] >> bit % 32 & 1;
         expect(kept == (expected["mask"][i].get<int>() != 0), "mask", i);
-        expect(near(parameters[i], expected["parameters"][i]), "parameter", i);
-        expect(near(Rule::residual(store[i], kept), expected["residual"][me][i]), "residual", i);
+        expect(near_golden(parameters[i], expected["parameters"][i]), "parameter", i);
+        expect(near_golden(Rule::residual(store[i], kept), expected["residual"][me][i]), "residual", i);
         if constexpr (std::is_same_v<Rule, scape::ClockRule>) {
-          expect(near(moments[i], expected["first_moment"][i]), "first moment", i);
+          expect(near_golden(moments[i], expected["first_moment"][i]), "first moment", i);
           const auto elapsed = static_cast<std::uint16_t>(step + 2 - last[i]);
           expect(elapsed == expected["elapsed"][i].get<int>(), "clock", i);
         } else {
-          expect(near(kept ? store[i] : 0, expected["first_moment"][i]), "first moment", i);
+          expect(near_golden(kept ? store[i] : 0, expected["first_moment"][i]), "first moment", i);
         }
       }
     }

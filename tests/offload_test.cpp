@@ -43,7 +43,7 @@ auto outside() {
 #endif
 }
 
-OwnLayout mixed(int ranks) {
+OwnLayout any_sizes(int ranks) {
   OwnLayout layout({}, ranks);
   const std::size_t sizes[] = {100, 0, 33, 4097, 1, 8192, 31, 900};
   for (std::size_t i = 0; i < std::size(sizes); ++i)
@@ -53,8 +53,8 @@ OwnLayout mixed(int ranks) {
 
 // The same in buckets: of several chunks that do not follow one another, more than there are staging buffers; of few
 // small ones; and of none.
-OwnLayout mixed_in_buckets(int ranks) {
-  OwnLayout layout = mixed(ranks);
+OwnLayout any_sizes_in_buckets(int ranks) {
+  OwnLayout layout = any_sizes(ranks);
   const std::uint32_t buckets[] = {1, 2, 0, 1, 0, 1, 0, 1};
   for (std::size_t i = 0; i < std::size(buckets); ++i) layout.list[i].bucket = buckets[i];
   return layout;
@@ -186,13 +186,6 @@ std::string difference_outside(const Problem& problem, const Rule& rule, Way way
   return "";
 }
 
-template <class F>
-void for_rules(F body) {
-  body(ScapeRule{});
-  body(ScapeRule{.score = scape::MaskScore::updated});
-  body(ClockRule{});
-}
-
 }  // namespace
 
 TEST_CASE_TEMPLATE("offloaded residuals: every step has the bits that it has without", Rank, SCAPE_RANKS) {
@@ -205,7 +198,7 @@ TEST_CASE_TEMPLATE("offloaded residuals: every step has the bits that it has wit
       CAPTURE(ranks);
       CAPTURE(options.density);
       CAPTURE(options.delay);
-      const Problem problem = random_problem(mixed(ranks), options, 7);
+      const Problem problem = random_problem(any_sizes(ranks), options, 7);
       for_rules([&](const auto& rule) {
         CHECK(difference_outside<Rank, Replicated>(problem, rule) == "");
         CHECK(difference_outside<Rank, Sharded<scape::bfloat16>>(problem, rule) == "");
@@ -217,7 +210,7 @@ TEST_CASE_TEMPLATE("offloaded residuals: micro-batches, too", Rank, SCAPE_RANKS)
   for (const int ranks : {1, 2}) {
     CAPTURE(ranks);
     const Problem problem =
-        random_problem(mixed(ranks), {.density = 0.1, .density_warmup = 2, .delay = 1, .adds = true}, 5);
+        random_problem(any_sizes(ranks), {.density = 0.1, .density_warmup = 2, .delay = 1, .adds = true}, 5);
     for_rules([&](const auto& rule) {
       CHECK(difference_outside<Rank, Replicated>(problem, rule) == "");
       CHECK(difference_outside<Rank, Sharded<float>>(problem, rule) == "");
@@ -237,7 +230,7 @@ TEST_CASE_TEMPLATE("offloaded residuals: bucket by bucket, too", Rank, SCAPE_RAN
       CAPTURE(options.density);
       CAPTURE(options.delay);
       CAPTURE(options.adds);
-      const Problem problem = random_problem(mixed_in_buckets(ranks), options, 5);
+      const Problem problem = random_problem(any_sizes_in_buckets(ranks), options, 5);
       for_rules([&](const auto& rule) {
         CHECK(difference_outside<Rank, Replicated>(problem, rule, Way::in_buckets) == "");
         CHECK(difference_outside<Rank, Sharded<scape::bfloat16>>(problem, rule, Way::in_buckets) == "");

@@ -7,6 +7,8 @@
 
 #include <scape/scape.hpp>
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -47,6 +49,13 @@ inline bool cuts_long_runs() {
   return sanitized;
 #endif
 }
+
+// Fewer worlds and steps where a simulator stands for the device.
+#if defined(__CUDACC__)
+inline constexpr bool few = true;
+#else
+inline constexpr bool few = false;
+#endif
 
 using Floats = std::vector<float>;
 using Mask = std::vector<char>;                      // by element: 1 is kept
@@ -498,6 +507,41 @@ inline bool same(const History& a, const History& b) {
           !same_bits(a[step][rank].errors, b[step][rank].errors))
         return false;
   return true;
+}
+
+template <class Rank, class T>
+std::vector<T> read(Rank& rank, std::span<const T> values) {
+  std::vector<T> result(values.size());
+  scape::copy_values(values, std::span<T>(result), rank.compute);
+  rank.compute.synchronize();
+  return result;
+}
+
+template <class P>
+std::vector<P> rounded(const Floats& values) {
+  std::vector<P> result;
+  for (const float value : values) result.push_back(P(value));
+  return result;
+}
+
+inline scape::TensorLayout some_tensors(int ranks) {
+  return {{{100}, {7, true, false}, {333}, {0}, {64}, {1}, {5000}, {31, true}, {32}, {33}, {450}}, ranks};
+}
+
+template <class F>
+void for_rules(F body) {
+  {
+    INFO("rule scape");
+    body(scape::ScapeRule{});
+  }
+  {
+    INFO("rule scape, scored after the update");
+    body(scape::ScapeRule{.score = scape::MaskScore::updated});
+  }
+  {
+    INFO("rule clock");
+    body(scape::ClockRule{});
+  }
 }
 
 /// Empty, or the first place where the ranks of a history disagree.

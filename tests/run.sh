@@ -37,7 +37,9 @@ for preset in "${presets[@]}"; do
   run=()
   if [[ $preset == *san ]]; then run=("${fixed_addresses[@]}"); fi
   say "$preset: configure"
-  cmake --preset "$preset"
+  together=()  # where everything has yet to be compiled
+  [[ -e build/$preset/CMakeCache.txt ]] || together=(-D SCAPE_TESTS_TOGETHER=ON)
+  cmake --preset "$preset" "${together[@]}"
   say "$preset: build"
   "${run[@]}" cmake --build --preset "$preset" --parallel "$(nproc)"
   say "$preset: test"

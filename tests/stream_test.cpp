@@ -24,10 +24,18 @@
 #include <utility>
 #include <vector>
 
-// Every allocation of a thread is counted. (Inlined, GCC would take new and free for a mismatch.)
+// Every allocation of a thread is counted. (Inlined, GCC would take new and free for a mismatch.) Not with clang's
+// thread sanitizer, which cannot give up operator new.
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define SCAPE_COUNTS_NOTHING
+#endif
+#endif
 namespace {
 thread_local std::size_t allocations = 0;
-
+}
+#if !defined(SCAPE_COUNTS_NOTHING)
+namespace {
 void* counted(std::size_t bytes, std::size_t alignment) {
   ++allocations;
   void* const memory =
@@ -45,6 +53,7 @@ void* counted(std::size_t bytes, std::size_t alignment) {
 [[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+#endif
 
 namespace {
 
