@@ -73,8 +73,8 @@ struct ClockRule {
     unsigned n;
     Powers power;
 
-    unsigned steps(std::size_t, std::uint64_t) const { return n; }
-    Powers at(unsigned) const {  // one by one: GCC vectorises no copy of a struct
+    SCAPE_HOST_DEVICE unsigned steps(std::size_t, std::uint64_t) const { return n; }
+    SCAPE_HOST_DEVICE Powers at(unsigned) const {  // one by one: GCC vectorises no copy of a struct
       return {power.beta1, power.one_minus_beta1, power.beta2, power.one_minus_beta2};
     }
   };
