@@ -245,7 +245,7 @@ void check_training(const Problem& problem, const Rule& rule) {
       CHECK(expected.fault == "");
       const Floats errors = read(rank, optimizer.errors());
       CHECK(same_bits(errors, expected.errors[me]));
-      CHECK(same_bits(read(rank, optimizer.store()), expected.stores[me]));
+      CHECK(same_bits(read(rank, optimizer.store(rank.compute)), expected.stores[me]));
       CHECK(read(rank, std::span<const P>(parameters.span())) == rounded<P>(expected.parameters[me]));
       CHECK(expected.lost() == nothing);
       rounded_away += static_cast<std::size_t>(std::ranges::count_if(errors, [](float error) { return error != 0; }));

@@ -346,6 +346,27 @@ TEST_CASE_TEMPLATE("scape: reported on or not, looked at or not, whatever the ti
   check(scape::TensorLayout({{size}, {7}, {5000, true}, {size + 33}}, 2), {.density = 0.01}, MaskScore::corrected, 6);
 }
 
+TEST_CASE_TEMPLATE("scape: looking at the store inside a step changes nothing", Rank, SCAPE_RANKS) {
+  const AdamSOptions options{.density = 0.1, .adds = true};
+  const Problem problem = random_problem(some_tensors(2), options, 12);
+  run<Rank>(2, [&](Rank& rank) {
+    const std::size_t me = static_cast<std::size_t>(rank.rank());
+    Session looked_at(rank, problem.layout, options, ScapeRule{}, problem.parameters);
+    Session left_alone(rank, problem.layout, options, ScapeRule{}, problem.parameters);
+    for (std::size_t step = 0; step + 1 < problem.gradients.size(); step += 2) {
+      const auto gradient = rank.backend.array(problem.gradients[step][me]);
+      for (Session<Rank, ScapeRule>* session : {&looked_at, &left_alone})
+        session->optimizer.add(gradient.span(), rank.compute);
+      CHECK(looked_at.optimizer.store(rank.compute).size() == problem.layout.size());
+      rank.compute.synchronize();
+      for (Session<Rank, ScapeRule>* session : {&looked_at, &left_alone})
+        session->step(problem.gradients[step + 1][me]);
+    }
+    CHECK(same_bits(looked_at.state().parameters, left_alone.state().parameters));
+    CHECK(same_bits(looked_at.state().store, left_alone.state().store));
+  });
+}
+
 TEST_CASE_TEMPLATE("scape: 2^20 + 1 elements as the reference", Rank, SCAPE_RANKS) {
   const std::size_t size = sanitized ? (1 << 16) + 1 : (1 << 20) + 1;
   const AdamSOptions options{.learning_rate = 0.01f, .weight_decay = 0.1f, .density = 0.01};

@@ -134,7 +134,7 @@ TEST_CASE_TEMPLATE("sharded: masters are the replicated run's parameters, to the
                                      step % 2 == 0 ? &report : nullptr);
               rank.compute.synchronize();
               CHECK(session.wrong_master(expected[step][me].parameters) == "");
-              CHECK(same_bits(session.read(session.optimizer.store()), expected[step][me].store));
+              CHECK(same_bits(session.read(session.optimizer.store(rank.compute)), expected[step][me].store));
               CHECK(session.read(std::span<const P>(session.parameters.span())) ==
                     rounded<P>(expected[step][me].parameters));
               if (step % 2 == 0) {

@@ -433,7 +433,7 @@ std::string replay_difference(NcclRank& rank, const OwnLayout& layout, const Ada
     return result;
   };
   if (!same_bits(read(outside_parameters.span()), read(inside_parameters.span()))) return "parameters";
-  return same_bits(read(outside.store()), read(inside.store())) ? "" : "store";
+  return same_bits(read(outside.store(rank.compute)), read(inside.store(rank.compute))) ? "" : "store";
 }
 
 }  // namespace

@@ -301,7 +301,7 @@ class OverlappedSteps {
       return same_bytes(read(of(*this), rank_.compute), read(of(other), rank_.compute));
     };
     bool is = same([](auto& t) { return std::span<const P>(t.parameters_.span()); }) &&
-              same([](auto& t) { return t.optimizer_.store(); }) &&
+              same([](auto& t) { return t.optimizer_.store(t.rank_.compute); }) &&
               same([](auto& t) { return t.optimizer_.errors(); }) &&
               same([](auto& t) { return t.optimizer_.mask().words; });
     if constexpr (H::sharded) is = is && same([](auto& t) { return t.optimizer_.masters(); });

@@ -69,7 +69,8 @@ void check_rank(const Json& golden, Rank& rank, const Rule& rule, std::vector<st
     };
     if (expected.contains("gradient_norm"))
       expect(near_golden(report.gradient_norm, expected["gradient_norm"]), "norm", 0);
-    const std::vector<float> parameters = rank.backend.read(device_parameters), store = read(rank, optimizer.store());
+    const std::vector<float> parameters = rank.backend.read(device_parameters),
+                             store = read(rank, optimizer.store(rank.compute));
     const std::vector<scape::MaskWord> mask = read(rank, optimizer.mask().words);
     std::vector<float> moments;
     std::vector<std::uint16_t> last;

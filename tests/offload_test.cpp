@@ -152,11 +152,11 @@ std::vector<Result> train_keeping(const Problem& problem, const Rule& rule, cons
     }
     const std::vector<P> all = read(std::span<const P>(parameters.span()), rank.compute);
     for (const P& value : all) result.parameters.push_back(static_cast<float>(value));
-    result.store = read(optimizer.store(), rank.compute);
+    result.store = read(optimizer.store(rank.compute), rank.compute);
     result.mask = read(optimizer.mask().words, rank.compute);
     if constexpr (H::sharded) result.masters = read(optimizer.masters(), rank.compute);
     if constexpr (requires { optimizer.residual_store().is_pinned(); }) CHECK(optimizer.residual_store().is_pinned());
-    CHECK(optimizer.residual_store().values().data() == optimizer.store().data());
+    CHECK(optimizer.residual_store().values().data() == optimizer.store(rank.compute).data());
     result.state_bytes = optimizer.state_bytes();
     result.offloaded_bytes = optimizer.offloaded_bytes();
     result.workspace_bytes = optimizer.workspace_bytes();

@@ -422,7 +422,7 @@ class Session {
   State state() {
     State state;
     state.parameters = read(std::span<const float>(parameters_.span()));
-    state.store = read(optimizer.store());
+    state.store = read(optimizer.store(rank_.compute));
     state.errors = read(optimizer.errors());
     state.mask.resize(state.store.size());
     const std::vector<scape::MaskWord> words = read(optimizer.mask().words);

@@ -402,9 +402,10 @@ class AdamS {
 
   /// The mask of the last step. Like the next three, for work of the compute stream, until the next step.
   MaskView mask() const noexcept { return masks_.current(); }
-  /// The ResidualStore's array; rule `scape`: the first moment on the mask, which this puts there, the residual off it.
-  std::span<const float> store() const {
-    settle(compute_);
+  /// The ResidualStore's array; rule `scape`: the first moment on the mask, which compute puts there now, the residual
+  /// off it. Inside a step, between add() or begin_step() and its end, what the rule needs in its place.
+  std::span<const float> store(const S& compute) const {
+    if (!under_way_ && micro_batches_ == 0) settle(compute);
     return store_.values();
   }
   /// The store itself; offloaded, it tells whether its memory is what was asked for.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <random>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -25,9 +26,11 @@ static std::uint64_t train(const scape::ThreadGroup& group, int rank, const Rule
     optimizer.step(gradients, parameters, compute);
     compute.synchronize();
   }
+  const std::span<const float> store = optimizer.store(compute);
+  compute.synchronize();
   scape::Fingerprint print;
   for (const float value : parameters) print.add(std::uint64_t{scape::bits_of(value)});
-  for (const float value : optimizer.store()) print.add(std::uint64_t{scape::bits_of(value)});
+  for (const float value : store) print.add(std::uint64_t{scape::bits_of(value)});
   return print.value();
 }
 

@@ -13,17 +13,17 @@
 namespace scape::inline v0::detail {
 
 #if defined(__x86_64__)
-[[gnu::target("avx512f,popcnt")]] inline const float* join_half_avx512(const float* values, unsigned chosen,
-                                                                       const float* others, float* joined) {
-  const int count = std::popcount(chosen);
-  const __m512 given = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), others);
-  _mm512_storeu_ps(joined, _mm512_mask_expand_ps(_mm512_loadu_ps(values), static_cast<__mmask16>(chosen), given));
-  return others + count;
-}
-[[gnu::target("avx512f,popcnt")]] inline void join_avx512(const float* values, MaskWord chosen, const float* others,
-                                                          float* joined) {
-  others = join_half_avx512(values, chosen & 0xffff, others, joined);
-  join_half_avx512(values + 16, chosen >> 16, others, joined + 16);
+// Targets and inlining as in SetBits::find_avx512.
+[[gnu::noinline, gnu::target("avx2,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl")]] inline void join_avx512(
+    const float* values, MaskWord chosen, const float* others, float* joined) {
+  for (int begin = 0; begin < 32; begin += 16, chosen >>= 16) {
+    const MaskWord here = chosen & 0xffff;
+    const int count = std::popcount(here);
+    const __m512 given = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), others);
+    const __m512 own = _mm512_loadu_ps(values + begin);
+    _mm512_storeu_ps(joined + begin, _mm512_mask_expand_ps(own, static_cast<__mmask16>(here), given));
+    others += count;
+  }
 }
 #endif
 

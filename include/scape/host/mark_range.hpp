@@ -36,9 +36,9 @@ struct KeyCounts {
 };
 
 #if defined(__x86_64__)
-[[gnu::target("avx512f,avx512bw,popcnt")]] inline KeyCounts mark_range_avx512(const float* scores, std::size_t count,
-                                                                              KeyRange range, MaskWord* above,
-                                                                              MaskWord* reached) {
+// Targets and inlining as in SetBits::find_avx512.
+[[gnu::noinline, gnu::target("avx2,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl")]] inline KeyCounts
+mark_range_avx512(const float* scores, std::size_t count, KeyRange range, MaskWord* above, MaskWord* reached) {
   const __m512i sign_out = _mm512_set1_epi32(0x7fffffff);
   const __m512i low = _mm512_set1_epi32(static_cast<int>(range.low));
   const __m512i high = _mm512_set1_epi32(static_cast<int>(range.high));
