@@ -8,6 +8,20 @@
 #include <utility>
 #include <vector>
 
+// Sanitizers cost a factor of ten or more: long runs are cut there.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SCAPE_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SCAPE_SANITIZED 1
+#endif
+#endif
+#ifdef SCAPE_SANITIZED
+constexpr bool sanitized = true;
+#else
+constexpr bool sanitized = false;
+#endif
+
 // What a test body needs of a backend: a stream, and arrays in the memory that the stream's work reads and writes.
 // Bodies are written once, as TEST_CASE_TEMPLATE("...", Backend, SCAPE_BACKENDS).
 struct HostBackend {

@@ -23,23 +23,7 @@
 #include <type_traits>
 #include <vector>
 
-// The kinds of rank that the tests run on.
-
-// Sanitizers cost a factor of ten or more: long runs are cut there.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SCAPE_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define SCAPE_SANITIZED 1
-#endif
-#endif
-#ifdef SCAPE_SANITIZED
-constexpr bool sanitized = true;
-#else
-constexpr bool sanitized = false;
-#endif
-
-// Whether they are cut: also where a simulator stands for the device, and where every process does it all.
+// Whether long runs are cut: also where a simulator stands for the device, and where every process does it all.
 inline bool cuts_long_runs() {
 #if defined(__CUDACC__)
   return sanitized || in_rank_order();

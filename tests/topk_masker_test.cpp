@@ -522,6 +522,7 @@ TEST_CASE("the host reads the scores once, and again only where it must") {
     return make(a.size(), [&](std::size_t i) { return 0.9f * a[i] + 0.1f * b[i]; });
   };
   for (const std::size_t size : {50000u, 300000u}) {
+    if (sanitized && size > 50000) continue;
     const MaskPlan plan = flat(size);
     for (const double density : {0.001, 0.01, 0.1, 0.9}) {
       CAPTURE(size);
@@ -542,7 +543,7 @@ TEST_CASE("the host reads the scores once, and again only where it must") {
       // Where thresholds grow steadily, the last ones tell the next, but for some calls where their exponent changes.
       Selections growing(plan, pool);
       int sampled = 0;
-      for (int time = 0; time < 50; ++time) {
+      for (int time = 0; time < 50 && density == 0.01; ++time) {
         const Values grown =
             make(size, [&](std::size_t i) { return (1 + 0.02f * static_cast<float>(time)) * values[i]; });
         if (growing.reads(grown, density) > 1 && time >= 10) ++sampled;
