@@ -133,7 +133,8 @@ struct ResidualAt {
 
 /// The AdamS optimizer with sparse communication: goes where a trainer had all_reduce(gradients) and a step of AdamW.
 ///
-/// Owns the state, for rule `scape` 4 bytes a parameter and two bitmaps, for `clock` 6 bytes more, and one workspace;
+/// Owns the state, for rule `scape` 4 bytes a parameter, 4 a kept element and two bitmaps, for `clock` 10 bytes a
+/// parameter and two bitmaps, and one workspace;
 /// state_bytes() and workspace_bytes() tell. Every buffer is made in the constructor: a step enqueues its work and
 /// returns, without allocation or synchronisation. Gradients and parameters must stay until `compute` has passed the
 /// step; collectives run on `side`, the mask of the next step beside the next forward and backward. Parameters, first
@@ -403,9 +404,10 @@ class AdamS {
   /// The mask of the last step. Like the next three, for work of the compute stream, until the next step.
   MaskView mask() const noexcept { return masks_.current(); }
   /// The ResidualStore's array; rule `scape`: the first moment on the mask, which compute puts there now, the residual
-  /// off it. Inside a step, between add() or begin_step() and its end, what the rule needs in its place.
+  /// off it. Counts as work of the step before: order the next step, and destruction, behind it. Inside a step, between
+  /// add() or begin_step() and its end, and after a failure, nothing is put anywhere.
   std::span<const float> store(const S& compute) const {
-    if (!under_way_ && micro_batches_ == 0) settle(compute);
+    if (!broken_ && !under_way_ && micro_batches_ == 0) settle(compute);
     return store_.values();
   }
   /// The store itself; offloaded, it tells whether its memory is what was asked for.

@@ -79,7 +79,8 @@ struct Clear {
 ///
 /// Owns 4 bytes a parameter, zero at first, in the memory of M. All work is enqueued on the stream that is given; the
 /// gradient, and the store itself, must stay until the stream has passed; the constructor waits. Accumulating moves 12
-/// bytes a parameter (gradient and state read, state written) and two bits, and 4 more for each kept element.
+/// bytes a parameter (gradient and state read, state written) and two bits, and for each kept element 4 more, or 12
+/// where first moments are set aside and return.
 template <MemoryResource M>
 class ResidualStore {
  public:

@@ -34,8 +34,8 @@ enum class MaskScore {
 
 /// The paper's update rule (docs/algorithm.md, "Rule scape"): an element that leaves the mask gives its first moment
 /// back to the residuals, so the first moment lives on the mask alone, by payload position, and the residual off it, in
-/// the ResidualStore's one array. The rule owns 4 bytes for each element of the largest payload, and max(delay, 1)
-/// times 4 for each of one at the final density. Clips the rebuilt gradient.
+/// the ResidualStore's one array. The rule owns 4 bytes for each element of the largest payload, and, unless
+/// the final density is 1, max(delay, 1) times 4 for each of one at that density. Clips the rebuilt gradient.
 struct ScapeRule {
   BiasCorrection bias_correction = BiasCorrection::adam;
   MaskScore score = MaskScore::corrected;
@@ -201,10 +201,11 @@ class ScapeRule::State {
   /// Whether the masks of later steps are scored after the update of this one.
   bool selects_after_update() const noexcept { return rule_.score == MaskScore::updated; }
 
-  /// Work at the start of a step: none.
+  /// Once at the start of a step, ahead of set_aside(): where the last first moments are. Enqueues nothing.
   template <Stream S>
   void begin(const StepScalars&, const S&) {
-    returned_ = step_ == 0 || is_settled_ ? nullptr : moments_[current_].span().data();
+    has_returned_ = step_ != 0 && !is_settled_;
+    returned_ = has_returned_ ? moments_[current_].span().data() : nullptr;
     is_settled_ = false;
     ++step_;
   }
@@ -228,8 +229,8 @@ class ScapeRule::State {
   template <Stream S>
   void finish(std::span<float> state, MaskView mask, const S& stream) {
     if constexpr (requires { stream.is_capturing(); })  // replays would find nothing where this one need not look
-      expects(returned_ != nullptr || shares_ || selects_after_update() || !stream.is_capturing(), "step", step_ - 1,
-              "is the first behind the density warm-up, which cannot be captured: make it before");
+      expects(has_returned_ || shares_ || selects_after_update() || !stream.is_capturing(), "step", step_ - 1,
+              "is the first of all or behind the density warm-up, which cannot be captured: make it before");
     is_settled_ = shares_ || selects_after_update();
     if (is_settled_) settle(state, mask, stream);
   }
@@ -272,7 +273,7 @@ class ScapeRule::State {
   std::vector<Buffer<float, M>> moments_;  // by position; the first holds the largest payload's
   std::size_t step_ = 0, current_ = 0;     // the step that has begun, from 1, and its array
   const float* returned_ = nullptr;        // the array of the step before
-  bool shares_ = false, is_settled_ = false;
+  bool has_returned_ = false, shares_ = false, is_settled_ = false;
 };
 
 }  // namespace scape::inline v0

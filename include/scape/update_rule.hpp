@@ -25,7 +25,7 @@ struct AnySelect {  // stands for what scores are handed to
 /// ResidualStore's, made in the constructor State(rule, options, size, largest payload, payload at the last density,
 /// memory, stream), and hands out functors, called by host threads and kernels alike:
 ///   advance()       (StepScalars&): what depends on the step, at its start; step and both scales are set already
-///   begin(scalars, stream): enqueues what else a step starts with
+///   begin(scalars, stream): once a step, ahead of the others: enqueues what else a step starts with
 ///   accumulation()  members state, payload and optionally moment and returned, as ErrorFeedback has them
 ///   settle(state, mask, stream): enqueues what brings the store up to date at the last mask, for who looks at it
 ///                   between steps

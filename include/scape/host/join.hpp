@@ -30,7 +30,7 @@ namespace scape::inline v0::detail {
 /// joined[i] = values[i], or where bit i is set the next of `others`, for i < count, at most word_bits.
 inline void join(const float* values, std::size_t count, MaskWord chosen, const float* others, float* joined) {
 #if defined(__x86_64__)
-  if (count == word_bits && __builtin_cpu_supports("avx512f")) return join_avx512(values, chosen, others, joined);
+  if (count == word_bits && __builtin_cpu_supports("avx512bw")) return join_avx512(values, chosen, others, joined);
 #endif
   std::copy_n(values, count, joined);
   for (; chosen != 0; chosen &= chosen - 1) joined[std::countr_zero(chosen)] = *others++;

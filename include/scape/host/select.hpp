@@ -115,7 +115,8 @@ class ScoreBlock {
     }
     scores_ = computed_;
     std::fill(computed_ + count, computed_ + words_for(count) * word_bits, 0.0f);
-    if constexpr (requires { score.bound(element, bit); }) {
+    if constexpr (
+        requires { score.bound(element, bit); } && !requires { score.array(element); }) {
       MaskWord none[select_block / word_bits], possible[select_block / word_bits];
       const std::size_t found = mark({std::min(least, infinite_key), key_end}, none, possible).reached;
       if (found > count / 3) return compute_scores(score, element, bit, count, computed_);  // side by side is faster
@@ -511,7 +512,8 @@ inline std::size_t select_workspace_bytes(const MaskPlan& plan, int rank, const 
 }
 
 /// Writes the rank's part of a mask: in each of its segments the bits of the k largest score_key(score(element, bit)),
-/// the lower index first where keys are equal. Computes every score once; twice where more keys are equal to the k-th
+/// the lower index first where keys are equal. Computes every score once, and those of a sample
+/// where thresholds jump; all twice where more keys are equal to the k-th
 /// than there is room for, or where a guess fails: about once in a hundred times. At worst, with scores made for it,
 /// about 50 times.
 ///
