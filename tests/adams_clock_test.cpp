@@ -332,7 +332,7 @@ struct Alone {
     now.step = 1;
     now.gradient_scale = 1;
   }
-  ClockRule::Update update() { return rule.update(parameters, payload); }
+  ClockRule::Update update() { return rule.update(parameters, {}, payload); }
 };
 
 std::uint32_t drawn_bits(std::mt19937& generator) { return static_cast<std::uint32_t>(generator()); }

@@ -155,7 +155,7 @@ class SlowSteps {
   }
 
   void update(Floats mean, std::size_t rank) {
-    const auto rule = rules_[rank]->update(parameters[rank], mean);
+    const auto rule = rules_[rank]->update(parameters[rank], stores[rank], mean);
     for (const scape::Segment& segment : plan_.segments())
       if (rule.needs_every(segment))
         for (std::size_t i = segment.begin; i < segment.begin + segment.count; ++i) rule.every(i, scalars_);
@@ -164,7 +164,8 @@ class SlowSteps {
         const float root = scape::square_root(rule.second_moment(order_[p], p, scalars_));
         rule.kept(order_[p], p, segment_of(order_[p]).decay, root, scalars_);
         if constexpr (std::is_same_v<Rule, ScapeRule>)
-          stores[rank][order_[p]] = rules_[rank]->set_aside(order_.size())[p];
+          if (options_.density < 1)  // first moments wait by position
+            stores[rank][order_[p]] = rules_[rank]->set_aside(order_.size())[p];
       }
   }
 

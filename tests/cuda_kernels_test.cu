@@ -547,7 +547,7 @@ std::vector<Floats> far_results(B& backend, const MaskPlan& plan, Words& mask_wo
                       scape::ScapeRule::Accumulation{9.0f, beginning(returned.span(), stride)}, *now.span().data(),
                       backend.stream);
   update(view,
-         scape::ScapeRule::Update{beginning(parameters.span(), far), beginning(payload.span(), stride),
+         scape::ScapeRule::Update{beginning(parameters.span(), far), nullptr, beginning(payload.span(), stride),
                                   beginning(moments.span(), stride), 0.9f, 0.1f, 0.95f, 0.05f, 1e-8f, true},
          *now.span().data(), backend.stream);
   return {backend.read(state), backend.read(payload), backend.read(moments), backend.read(parameters)};

@@ -578,7 +578,6 @@ class AdamS {
     }
     if (clips_payload()) transform(scalars(), detail::ClipPayload{options_.clip_norm}, compute);
     const std::uint64_t bytes_of_parameters = update_parameters(mask, parameters, payload, compute);
-    rule_.finish(store_.values(), mask, compute);
     clock_.lap(&StepReport::Seconds::update, compute);
     if (rule_.selects_after_update()) draft(gradients, mask, compute);
     clock_.lap(&StepReport::Seconds::select, compute);
@@ -806,15 +805,15 @@ class AdamS {
   std::uint64_t update_parameters(MaskView mask, std::span<Parameter> parameters, std::span<const float> payload,
                                   const S& compute) {
     if constexpr (!H::sharded) {
-      update(mask, rule_.update(parameters, payload), scalars(), compute);
+      update(mask, rule_.update(parameters, store_.values(), payload), scalars(), compute);
       return 0;
     } else {
       const std::size_t first = plan_.first_tile(communicator_.rank()),
                         last = plan_.first_tile(communicator_.rank() + 1);
-      update(mask.part(first, last), rule_.update(masters_.masters(), payload), scalars(), compute);
+      update(mask.part(first, last), rule_.update(masters_.masters(), store_.values(), payload), scalars(), compute);
       if constexpr (R::follows_others)
         for (const MaskView& others : {mask.part(0, first), mask.part(last, mask.plan.tiles.size())})
-          for_each_kept(others, rule_.follow(payload, scalars()), compute);
+          for_each_kept(others, rule_.follow(store_.values(), payload, scalars()), compute);
       if constexpr (!H::replicates) {
         masters_.round(parameters, compute);
         return 0;

@@ -233,15 +233,13 @@ class ClockRule::State {
     for_each_if_due(last_.size(), Sweep{clocks()}, now, stream);
   }
 
-  /// Work between steps, and after the update: none.
+  /// Work between steps: none.
   template <Stream S>
   void settle(std::span<float>, MaskView, const S&) const {}
-  template <Stream S>
-  void finish(std::span<float>, MaskView, const S&) const {}
 
   Advance advance() const { return {}; }
   ErrorFeedback accumulation() const { return {}; }
-  Update update(std::span<float> parameters, std::span<const float> payload) const {
+  Update update(std::span<float> parameters, std::span<float>, std::span<const float> payload) const {
     return {parameters.data(), moments_.span().data(), payload.data(),       clocks(),
             rule_.cap,         options_.epsilon,       options_.weight_decay};
   }

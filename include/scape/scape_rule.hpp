@@ -88,8 +88,9 @@ struct ScapeRule {
     }
   };
 
+  // Leaves the first moment by position, or at its element where `state` is not null.
   struct Update {
-    float* parameters;
+    float *parameters, *state;
     const float* payload;
     float* moments;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon;
@@ -108,18 +109,30 @@ struct ScapeRule {
       return corrected(second, now.second_correction);
     }
     SCAPE_HOST_DEVICE void kept(std::size_t i, std::size_t position, bool, float root, const StepScalars& now) const {
-      move(i, step(position, root, now));
+      const float first = first_moment(position, now);
+      move(i, step_by(first, root, now));
+      leave(i, position, first);
     }
-    // kept() in two, for hosts: what needs the position alone, and leaves the first moment; and what is left.
+    // kept() in two, for hosts, where moments stay by position: what needs the position alone, and what is left.
+    SCAPE_HOST_DEVICE bool splits() const { return state == nullptr; }
     SCAPE_HOST_DEVICE float step(std::size_t position, float root, const StepScalars& now) const {
       const float first = first_moment(position, now);
       moments[position] = first;
-      const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
-      return multiply(now.learning_rate,
-                      divide(corrected(first, now.first_correction), choose(scale == 0, 1.0f, scale)));
+      return step_by(first, root, now);
     }
     SCAPE_HOST_DEVICE void move(std::size_t i, float step) const {
       parameters[i + shift] = subtract(parameters[i + shift], step);
+    }
+    SCAPE_HOST_DEVICE void leave(std::size_t i, std::size_t position, float first) const {
+      if (state == nullptr)
+        moments[position] = first;
+      else
+        state[i] = first;
+    }
+    SCAPE_HOST_DEVICE float step_by(float first, float root, const StepScalars& now) const {
+      const float scale = add(root, epsilon);  // 0 only where the first moment is as good as 0
+      return multiply(now.learning_rate,
+                      divide(corrected(first, now.first_correction), choose(scale == 0, 1.0f, scale)));
     }
     // Corrections become 1 after some hundred steps: no division, then.
     SCAPE_HOST_DEVICE static float corrected(float moment, float correction) {
@@ -138,8 +151,8 @@ struct ScapeRule {
   struct Follow {
     Update update;
     const StepScalars* now;
-    SCAPE_HOST_DEVICE void operator()(std::size_t, std::size_t position) const {
-      update.moments[position] = update.first_moment(position, *now);
+    SCAPE_HOST_DEVICE void operator()(std::size_t i, std::size_t position) const {
+      update.leave(i, position, update.first_moment(position, *now));
     }
   };
 
@@ -203,18 +216,23 @@ class ScapeRule::State {
 
   /// Once at the start of a step, ahead of set_aside(): where the last first moments are. Enqueues nothing.
   template <Stream S>
-  void begin(const StepScalars&, const S&) {
-    has_returned_ = step_ != 0 && !is_settled_;
-    returned_ = has_returned_ ? moments_[current_].span().data() : nullptr;
-    is_settled_ = false;
+  void begin(const StepScalars&, const S& stream) {
+    returned_ = step_ == 0 || !waits_ ? nullptr : moments_[current_].span().data();
+    has_returned_ = step_ != 0 && waits_;
+    is_captured_ = false;
+    if constexpr (requires { stream.is_capturing(); }) is_captured_ = stream.is_capturing();
     ++step_;
   }
 
-  /// Where accumulating sets the kept elements' first moments aside, by position in a payload of `count`, and the
-  /// update leaves the new ones. Payloads of a density warm-up share one array: finish() empties it.
-  std::span<float> set_aside(std::size_t count) noexcept {
-    shares_ = count > last_payload_;
-    current_ = shares_ ? 0 : step_ % moments_.size();
+  /// Where accumulating sets the kept elements' first moments aside, by position in a payload of `count`. There the new
+  /// ones wait for the next step, too, unless a score looks at them first; or payloads are those of a density warm-up,
+  /// which share one array.
+  std::span<float> set_aside(std::size_t count) {
+    const bool shares = count > last_payload_;
+    waits_ = !shares && !selects_after_update();
+    expects(!waits_ || has_returned_ || !is_captured_, "step", step_ - 1,
+            "is the first of all or behind the density warm-up, which cannot be captured: make it before");
+    current_ = shares ? 0 : step_ % moments_.size();
     return moments_[current_].span();
   }
 
@@ -222,17 +240,7 @@ class ScapeRule::State {
   /// where else there is what they were selected by.
   template <Stream S>
   void settle(std::span<float> state, MaskView mask, const S& stream) const {
-    for_each_kept(mask, Settle{state.data(), moments_[current_].span().data()}, stream);
-  }
-
-  /// Work after the update: the same, where the next step would not find them, or a score is to.
-  template <Stream S>
-  void finish(std::span<float> state, MaskView mask, const S& stream) {
-    if constexpr (requires { stream.is_capturing(); })  // replays would find nothing where this one need not look
-      expects(has_returned_ || shares_ || selects_after_update() || !stream.is_capturing(), "step", step_ - 1,
-              "is the first of all or behind the density warm-up, which cannot be captured: make it before");
-    is_settled_ = shares_ || selects_after_update();
-    if (is_settled_) settle(state, mask, stream);
+    if (waits_) for_each_kept(mask, Settle{state.data(), moments_[current_].span().data()}, stream);
   }
 
   Advance advance() const { return {options_.beta1, options_.beta2, options_.weight_decay, rule_.bias_correction}; }
@@ -240,14 +248,16 @@ class ScapeRule::State {
     return {static_cast<float>(static_cast<double>(options_.beta1) / (1.0 - static_cast<double>(options_.beta1))),
             returned_};
   }
-  Update update(std::span<float> parameters, std::span<const float> payload) const {
-    return {parameters.data(),          payload.data(), moments_[current_].span().data(), options_.beta1,
-            complement(options_.beta1), options_.beta2, complement(options_.beta2),       options_.epsilon,
-            options_.weight_decay != 0};
+  Update update(std::span<float> parameters, std::span<float> state, std::span<const float> payload) const {
+    return {parameters.data(), waits_ ? nullptr : state.data(), payload.data(), moments_[current_].span().data(),
+            options_.beta1,    complement(options_.beta1),      options_.beta2, complement(options_.beta2),
+            options_.epsilon,  options_.weight_decay != 0};
   }
 
   /// For kept elements of other ranks, where parameters are sharded.
-  Follow follow(std::span<const float> payload, const StepScalars& now) const { return {update({}, payload), &now}; }
+  Follow follow(std::span<float> state, std::span<const float> payload, const StepScalars& now) const {
+    return {update({}, state, payload), &now};
+  }
 
   /// select(score) with the score of a mask for this step, made before accumulating, or for a later one.
   template <class Gradient, class Place, class Select>
@@ -273,7 +283,7 @@ class ScapeRule::State {
   std::vector<Buffer<float, M>> moments_;  // by position; the first holds the largest payload's
   std::size_t step_ = 0, current_ = 0;     // the step that has begun, from 1, and its array
   const float* returned_ = nullptr;        // the array of the step before
-  bool has_returned_ = false, shares_ = false, is_settled_ = false;
+  bool waits_ = false, has_returned_ = false, is_captured_ = false;
 };
 
 }  // namespace scape::inline v0

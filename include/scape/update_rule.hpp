@@ -29,7 +29,6 @@ struct AnySelect {  // stands for what scores are handed to
 ///   accumulation()  members state, payload and optionally moment and returned, as ErrorFeedback has them
 ///   settle(state, mask, stream): enqueues what brings the store up to date at the last mask, for who looks at it
 ///                   between steps
-///   finish(state, mask, stream): enqueues what follows the update, ahead of scores
 ///   update(...)     members needs_every, every, second_moment, kept, shift, as ScapeRule::Update has them
 ///   score_before, score_after: call select once with the ScoreFunction of a mask for this step, before anything is
 ///                   accumulated, or for a later one; which of update and score_after is first, the rule says. If
@@ -53,7 +52,7 @@ concept UpdateRule = MemoryResource<M> && std::copyable<R> &&
   { state.workspace_bytes() } -> std::same_as<std::size_t>;
   state.advance()(scalars);
   state.accumulation();
-  state.update(array, values);
+  state.update(array, array, values);
   state.score_before(gradient, PlaceOfElement{}, values, mask, scalars, select);
   state.score_after(gradient, PlaceOfElement{}, values, mask, sent, scalars, select);
 };

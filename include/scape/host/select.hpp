@@ -558,9 +558,14 @@ void select_top(const MaskPlan& plan, PlanView, int rank, double density, Score 
       if (segment.count > detail::small_segment)
         select(i, segment, reinterpret_cast<detail::SelectChunk*>(at(layout.chunks)), at(layout.scratch), &pool);
     });
-    if constexpr (!std::is_same_v<Prepare, detail::NothingFirst>)  // the tiles that are not selected in
-      pool.run(plan.tiles().size() - tiles.size(),
-               [&](std::size_t i) { prepare(i < first_tile ? i : i + tiles.size()); });
+    if constexpr (!std::is_same_v<Prepare, detail::NothingFirst>) {  // the tiles that are not selected in
+      constexpr std::size_t neighbours = detail::select_chunk / tile_bits;
+      const std::size_t others = plan.tiles().size() - tiles.size();
+      pool.run((others + neighbours - 1) / neighbours, [&](std::size_t r) {
+        for (std::size_t i = r * neighbours; i < std::min(others, (r + 1) * neighbours); ++i)
+          prepare(i < first_tile ? i : i + tiles.size());
+      });
+    }
 
     const std::size_t begin = plan.part_begin(rank), end = begin + plan.part_words()[static_cast<std::size_t>(rank)];
     const std::size_t used = tiles.empty() ? begin : tiles.back().bit / word_bits + words_for(tiles.back().count);

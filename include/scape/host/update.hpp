@@ -208,22 +208,23 @@ SCAPE_HOST_LOOP void update_all(const Tile& tile, std::size_t position, bool eve
 template <class F>
 SCAPE_HOST_LOOP void update_listed(const Tile& tile, const SetBits& kept, std::size_t position, bool decay,
                                    StepScalars now, F rule) {
-  if constexpr (requires { rule.step(position, 0.0f, now); }) {  // vectors do all but the last loop
-    for (std::size_t begin = 0; begin < kept.size(); begin += update_batch, position += update_batch) {
-      const std::size_t count = std::min(update_batch, kept.size() - begin);
-      float roots[update_batch] = {};
-      SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < count; ++i) roots[i] = rule.second_moment(0, position + i, now);
-      take_square_roots(roots);
-      SCAPE_INDEPENDENT_ITERATIONS
-      for (std::size_t i = 0; i < count; ++i) roots[i] = rule.step(position + i, roots[i], now);
-      for (std::size_t i = 0; i < count; ++i) rule.move(tile.element + kept[begin + i], roots[i]);
+  if constexpr (requires { rule.step(position, 0.0f, now); })  // vectors do all but the last loop
+    if (rule.splits()) {
+      for (std::size_t begin = 0; begin < kept.size(); begin += update_batch, position += update_batch) {
+        const std::size_t count = std::min(update_batch, kept.size() - begin);
+        float roots[update_batch] = {};
+        SCAPE_INDEPENDENT_ITERATIONS
+        for (std::size_t i = 0; i < count; ++i) roots[i] = rule.second_moment(0, position + i, now);
+        take_square_roots(roots);
+        SCAPE_INDEPENDENT_ITERATIONS
+        for (std::size_t i = 0; i < count; ++i) roots[i] = rule.step(position + i, roots[i], now);
+        for (std::size_t i = 0; i < count; ++i) rule.move(tile.element + kept[begin + i], roots[i]);
+      }
+      return;
     }
-  } else {
-    for (std::size_t i = 0; i < kept.size(); ++i) {
-      const std::size_t element = tile.element + kept[i];
-      rule.kept(element, position + i, decay, square_root(rule.second_moment(element, position + i, now)), now);
-    }
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const std::size_t element = tile.element + kept[i];
+    rule.kept(element, position + i, decay, square_root(rule.second_moment(element, position + i, now)), now);
   }
 }
 
