@@ -3,7 +3,7 @@
 # that is limited to them, in a network namespace of its own (so it must run as root). Debian 12; installs what is
 # missing. Tables go to standard output and into docs/link.md.
 #
-#   bench/link/run.sh [PART...]        all parts by default, about 20 minutes on two cores
+#   bench/link/run.sh [PART...]        all parts by default: 8 minutes on two cores, 20 with what is installed
 #
 #   grid      dense and compressed, 2 and 4 ranks, four rates: where a step's time goes, bytes, speed-up
 #   loss      the validation loss that each reaches in equal wall time
