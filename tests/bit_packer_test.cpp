@@ -19,26 +19,12 @@
 #include <utility>
 #include <vector>
 
-#if defined(__has_feature)
-#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
-#define SANITIZED
-#endif
-#elif defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#define SANITIZED
-#endif
-
 using scape::BitPacker;
 using scape::EliasFano;
 using scape::MaskWord;
 using Words = std::vector<MaskWord>;
 
 namespace {
-
-#ifdef SANITIZED
-constexpr bool sanitized = true;
-#else
-constexpr bool sanitized = false;
-#endif
 
 constexpr std::size_t sizes[] = {0, 1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 255, 257, 1000, (1 << 20) + 1};
 
