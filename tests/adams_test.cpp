@@ -78,7 +78,6 @@ using scape::ScapeRule;
 constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
-// Calls body(rule) with either rule.
 // Segments of any size, some empty, some dense, some without decay, with any owners.
 OwnLayout random_layout(std::mt19937& random, int ranks) {
   const std::size_t sizes[] = {0, 1, 2, 31, 32, 33, 63, 64, 65, 100, 1000, 4095, 4097};

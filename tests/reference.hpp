@@ -512,6 +512,7 @@ inline scape::TensorLayout some_tensors(int ranks) {
   return {{{100}, {7, true, false}, {333}, {0}, {64}, {1}, {5000}, {31, true}, {32}, {33}, {450}}, ranks};
 }
 
+/// Calls body(rule) with either rule.
 template <class F>
 void for_rules(F body) {
   {

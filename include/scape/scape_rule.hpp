@@ -217,8 +217,8 @@ class ScapeRule::State {
   /// Once at the start of a step, ahead of set_aside(): where the last first moments are. Enqueues nothing.
   template <Stream S>
   void begin(const StepScalars&, const S& stream) {
-    returned_ = step_ == 0 || !waits_ ? nullptr : moments_[current_].span().data();
     has_returned_ = step_ != 0 && waits_;
+    returned_ = has_returned_ ? moments_[current_].span().data() : nullptr;
     is_captured_ = false;
     if constexpr (requires { stream.is_capturing(); }) is_captured_ = stream.is_capturing();
     ++step_;
